@@ -21,10 +21,10 @@ within a second counts as failed, as does one of that first overload that is due
 under way as are answered in a fifth of a second; a load over 1 has no such limit. Events are stored
 in SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray Serve share; Ray's
 proxy has the limits of recommender/ray_proxy.py. At the first load there are further runs, in the
-middle of which the model changes or a replica is killed by SIGKILL. A run goes on until the new
-model has taken over, and for half of `--seconds` after it. `pause` is the longest time in which
-requests waited and none was answered, and `fsync_ms` the longest `fsync` of Redis in the run, for
-which every answer waits that stores an event.
+middle of which the model changes, replicas are replaced by those of another model, or a replica is
+killed by SIGKILL. A run goes on until the new model has taken over, and for half of `--seconds`
+after it. `pause` is the longest time in which requests waited and none was answered, and `fsync_ms`
+the longest `fsync` of Redis in the run, for which every answer waits that stores an event.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from . import cli
 
@@ -90,8 +91,9 @@ WARM_UP_SECONDS = 2.0
 PAUSE_SECONDS = 1.0  # between loads
 CONNECTIONS = 400
 REDIS_SECONDS = 10.0  # in which Redis must have started
+DEPLOYED_SECONDS = 0.2  # between two questions whether the replicas serve
 TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recomputed")]
-CHANGE, KILL = "the model changes", "a replica is killed"
+CHANGE, REPLACE, KILL = "the model changes", "replicas are replaced", "a replica is killed"
 
 
 def describe(run: Run) -> Record:
@@ -213,27 +215,67 @@ def fsyncs_of_redis(url: str) -> Callable[[], float]:
     return longest
 
 
-def start_replicas(model: Path, data: Path, replicas: int, store: str, port: int) -> None:
-    """Starts a Ray of this process and the replicas, which serve at a port of loopback."""
-    sys.path.insert(0, str(SERVER.parent))
+def start_replicas(model: Path, data: Path, replicas: int, store: str, port: int) -> str:
+    """Starts a Ray of this process and the replicas; returns the address of Ray's REST API.
+
+    They serve at a port of loopback.
+    """
     import ray
     from ray import serve
 
-    paths = {"PYTHONPATH": f"{ROOT}:{SERVER.parent}"}
     # This process would print, meanwhile, what the replicas log of each request.
-    ray.init("local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths})
+    here = ray.init("local", include_dashboard=True, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    deploy(model, data, replicas, store)
+    dashboard = f"http://{here.dashboard_url}"
+    deploy(dashboard, configuration(model, data, replicas, store))
+    return dashboard
 
 
-def deploy(model: Path, data: Path, replicas: int, store: str) -> None:
-    """Has the replicas that `start_replicas` has started serve a model."""
-    import serve_ray
-    from ray import serve
-
+def configuration(
+    model: Path, data: Path, replicas: int, store: str, taking_over: Path | None = None
+) -> dict[str, Any]:
+    """Returns what `serve deploy` reads from a YAML: replicas of a model, or of one after it."""
     arguments = {"model": model, "data": data, "device": "cpu", "store": store}
-    options = {"num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.5}}
-    serve.run(serve_ray.application(arguments, **options))
+    options = {
+        "name": "Replica",
+        "num_replicas": replicas,
+        "ray_actor_options": {"num_cpus": 0.5},
+        "user_config": {} if taking_over is None else {"model": str(taking_over)},
+    }
+    application = {
+        "name": "default",
+        "route_prefix": "/",
+        "import_path": "serve_ray:app",
+        "args": {name: str(value) for name, value in arguments.items()},
+        "deployments": [options],
+    }
+    return {"applications": [application]}
+
+
+def deploy(dashboard: str, wanted: dict[str, Any]) -> None:
+    """Has Ray serve a configuration, as `serve deploy` does; returns when all replicas serve it.
+
+    Raises:
+        RuntimeError: they cannot.
+    """
+    url = urlsplit(dashboard)
+    headers = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
+
+    def ask(method: str, body: str | None = None) -> bytes:
+        connection = http.client.HTTPConnection(url.netloc)
+        connection.request(method, "/api/serve/applications/", body, headers)
+        response = connection.getresponse()
+        answer = response.read()
+        connection.close()
+        if response.status != 200:
+            raise RuntimeError(f"{method}: {response.status} {answer.decode()}")
+        return answer
+
+    ask("PUT", json.dumps(wanted))
+    while (told := json.loads(ask("GET"))["applications"]["default"])["status"] == "DEPLOYING":
+        time.sleep(DEPLOYED_SECONDS)
+    if told["status"] != "RUNNING":
+        raise RuntimeError(f"the replicas do not serve: {told['status']} {told['message']}")
 
 
 def kill_replica() -> None:
@@ -262,6 +304,9 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
     with (
         tempfile.TemporaryDirectory() as folder,
         redis_server() as url,
+        environment("PYTHONPATH", f"{ROOT}:{SERVER.parent}"),
+        environment("RAY_AUTH_MODE", "token"),
+        environment("RAY_AUTH_TOKEN", secrets.token_hex(32)),
         environment("RAY_worker_niceness", "0"),  # Otherwise all else of the machine comes first.
         environment("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", limit),
         ProcessPoolExecutor(1, get_context("spawn")) as operator,
@@ -269,15 +314,23 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
         copy = Path(folder, "another.pt")
         shutil.copy(model, copy)
 
+        def serve(*wanted: Any) -> None:
+            operator.submit(deploy, dashboard, configuration(*wanted)).result()
+
         def change() -> None:
-            operator.submit(deploy, copy, data, replicas, url).result()
+            serve(model, data, replicas, url, copy)
+
+        def replace() -> None:
+            serve(copy, data, replicas, url)
 
         def kill() -> None:
             operator.submit(kill_replica).result()
 
         try:
-            operator.submit(start_replicas, model, data, replicas, url, port).result()
-            address, events = f"http://127.0.0.1:{port}", {CHANGE: change, KILL: kill}
+            started = operator.submit(start_replicas, model, data, replicas, url, port)
+            dashboard = started.result()
+            address = f"http://127.0.0.1:{port}"
+            events = {CHANGE: change, REPLACE: replace, KILL: kill}
             yield Serving(address, f"{replicas} replicas", events, fsyncs_of_redis(url))
         finally:
             operator.submit(stop_replicas).result()

@@ -33,7 +33,8 @@ def build(replica: Replica, options: ServeOptions) -> Served:
         StoreError: the store does not answer.
     """
     from recommender.http import make_app  # these import torch, which only replicas need
-    from recommender.models import aligned, load_served
+    from recommender.http_schemas import MAX_CANDIDATES
+    from recommender.models import Models, aligned, load_served
     from recommender.options import choose_device
     from recommender.server import make_engine, make_store, read_access
 
@@ -52,7 +53,15 @@ def build(replica: Replica, options: ServeOptions) -> Served:
         prune=replica.prune,
         all_metrics=replica.metrics,
     )
-    return Served(engine, app, app.state.metrics)
+    models = Models(options, saved, engine, MAX_CANDIDATES)
+    app.state.registry.register(models.changes)
+
+    def change(user_config: Mapping[str, str]) -> None:
+        if unknown := set(user_config) - {"model"}:
+            raise ValueError(f"user_config: expected model alone, got {', '.join(sorted(unknown))}")
+        models.load_and_swap(Path(user_config.get("model", options.model)))
+
+    return Served(engine, app, app.state.metrics, change)
 
 
 def check_file(path: Path) -> None:

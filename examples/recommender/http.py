@@ -190,7 +190,7 @@ def make_app(
     had no effect.
 
     `app.state.draining` is whether requests should not come here any more: they are still answered,
-    but /ready says 503.
+    but /ready says 503. `app.state.registry` has the metrics of this process.
 
     Args:
         engine: serves the saved model; closed when the application shuts down.
@@ -215,6 +215,9 @@ def make_app(
     app.state.draining = False
     app.state.store = StoreProbe(engine)
     metrics = Metrics(engine, lambda: is_ready(app, engine))
+    app.state.registry = metrics.registry
+    if models is not None:
+        metrics.registry.register(models.changes)
 
     async def own_metrics() -> list[Metric]:
         await app.state.store.ask()  # whether it answers is one of the metrics

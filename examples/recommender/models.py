@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from prometheus_client import Counter
 
 from hstu_attn.serving import Engine, EventStore, PagedKVCache
 from recommender.http_probe import read_probe
@@ -175,6 +176,9 @@ class Models:
         saved: the served model.
         engine: serves it.
         max_candidates: how many a request may have.
+
+    Attributes:
+        changes: counts the models that have taken over, and those that could not.
     """
 
     def __init__(
@@ -191,6 +195,14 @@ class Models:
         self._engine = engine
         self._max_candidates = max_candidates
         self._lock = threading.Lock()
+        self.changes = Counter(
+            "hstu_model_changes",
+            "Models that were to take over, by whether they have.",
+            ["outcome"],
+            registry=None,
+        )
+        self._taken_over = self.changes.labels(outcome="taken over")
+        self._refused = self.changes.labels(outcome="refused")
 
     def load_and_swap(self, path: Path | None = None) -> Path:
         """Lets the model of a file take over, once it has been checked and is ready.
@@ -210,7 +222,7 @@ class Models:
             RuntimeError: the device has no memory for it; nothing has changed.
         """
         path = path or self._options.model
-        with self._lock:
+        with self._lock, self._refused.count_exceptions():
             saved = load_served(path, self._options.bf16, self._device)
             for what, names in names_of(saved).items():
                 if names != (expected := self._names[what]):
@@ -228,6 +240,7 @@ class Models:
                 self._engine.swap(served, cache=cache, probe=probe)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
+            self._taken_over.inc()
         return path
 
     def _fits(self, served: ServedRetrieval) -> bool:
@@ -244,3 +257,4 @@ class Models:
         """
         with self._lock:
             self._engine.roll_back()
+            self._taken_over.inc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from .events import User
 
 __all__ = ["SCRAPE_SECONDS", "STUCK_SECONDS", "Replica", "Served", "deployment"]
 
+LOG = logging.getLogger(__name__)
 STUCK_SECONDS = 60.0
 """A batch that takes longer than this is not expected to end."""
 SCRAPE_SECONDS = 5.0
@@ -35,11 +37,15 @@ class Served(NamedTuple):
         app: the ASGI application of the engine, which closes it when it shuts down.
         metrics: an async function that returns what this replica contributes to `Replica.metrics`.
             The result is pickled, as metrics of prometheus_client can be.
+        change: lets the model that a `user_config` names take over, and raises an error where that
+            is not possible and nothing has changed. `{}` is the model that `build` has loaded.
+            None is for a deployment whose `user_config` is `{}`.
     """
 
     engine: Engine
     app: Callable[..., Awaitable[None]]
     metrics: Callable[[], Awaitable[Sequence[Any]]] = _no_metrics
+    change: Callable[[Any], None] | None = None
 
 
 class Replica:
@@ -55,6 +61,8 @@ class Replica:
         self, build: Callable[..., Served], *arguments: object, **keywords: object
     ) -> None:
         self._served = build(self, *arguments, **keywords)
+        self._config: Any = {}
+        self._started = False
         # A full garbage collection walks over every object of torch and Ray, and no request is
         # answered meanwhile. Frozen objects are left out of it.
         gc.collect()
@@ -62,6 +70,32 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
         return self._served.app
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Lets the model that the deployment's `user_config` names take over, between two batches.
+
+        Ray calls it when the replica starts, and again when `user_config` is deployed with another
+        value, while requests are answered. A running replica keeps its model where the new one
+        cannot be served, and logs why: Ray would end a replica whose `reconfigure` fails.
+
+        Raises:
+            ValueError: there is a `user_config`, but no `Served.change`.
+            Exception: the replica starts, and `Served.change` has raised this.
+        """
+        if user_config == self._config:  # Ray also calls it for other reasons.
+            return
+        try:
+            if self._served.change is None:
+                raise ValueError(
+                    f"user_config: expected {{}}, as Served.change is None; got {user_config}"
+                )
+            await asyncio.to_thread(self._served.change, user_config)
+        except Exception as error:
+            if not self._started:
+                raise
+            LOG.error("The model has not been changed to that of %s: %s", user_config, error)
+        else:
+            self._config = user_config
 
     def check_health(self) -> None:
         """Lets Ray replace the replica when its engine can no longer answer.
@@ -72,6 +106,7 @@ class Replica:
             RuntimeError: the engine's thread has ended, or a batch takes longer than
                 `STUCK_SECONDS`.
         """
+        self._started = True  # Ray calls it after `reconfigure` and before the first request.
         engine = self._served.engine
         if not engine.alive:
             raise RuntimeError("the engine's thread has ended")
@@ -148,8 +183,11 @@ def deployment(**options: Any) -> serve.Deployment:
     too much to do or is gone, to another one. Any of them answers it rightly from the shared store;
     the one that has served the user before has the user's pages.
 
-    A quarter of a new version's replicas, at least one, are started at a time, and so many of the
-    old one are drained once they serve, so that a model that cannot be served changes nothing.
+    Deployed again with another `user_config`, and otherwise as before, the replicas go on: one
+    after another, at most a fifth at a time, they change their model by `Served.change`. Other
+    changes replace the replicas: a quarter of the new ones, at least one, are started at a time,
+    and so many of the old ones are drained once they serve, so that a model that cannot be served
+    changes nothing. `serve.run` always replaces them, `serve deploy` and the REST API do not.
 
     Args:
         options: the options of `serve.deployment`, in place of those chosen here.
@@ -161,6 +199,7 @@ def deployment(**options: Any) -> serve.Deployment:
         >>> serve.run(deployment(num_replicas=2).bind(build, "model.pt"))
     """
     chosen: dict[str, Any] = {
+        "user_config": {},  # Ray calls `reconfigure` also where the YAML has none any more.
         "request_router_config": {
             "request_router_class": (
                 "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"

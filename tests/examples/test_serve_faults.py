@@ -539,6 +539,10 @@ def test_changes_of_the_model_while_it_is_served(model: Path, tmp_path: Path) ->
             server.send_signal(signal.SIGUSR2)
             log.wait_for("The model of before has taken over")
             check(1)
+            metrics = client.send("GET", "/metrics")[2]
+            for outcome, count in (("refused", 5), ("taken over", 3)):
+                line = f'hstu_model_changes_total{{outcome="{outcome}"}} {count}.0'
+                assert line in metrics.splitlines()
         finally:
             ended.set()
             thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import os
@@ -61,7 +62,7 @@ class Site:
 
     Attributes:
         address: where its proxy listens.
-        saved: the models whose files are `first.pt` and `later.pt`.
+        saved: the models whose files are `first.pt`, `later.pt` and `retrained.pt`.
         process: that of `serve run`, which has started all others.
     """
 
@@ -72,11 +73,14 @@ class Site:
         self.started: dict[int, str] = {}
         save(folder / "first.pt", 1)
         save(folder / "later.pt", 2, LATER)
-        self.saved = [load_model(folder / name, CPU) for name in ("first.pt", "later.pt")]
-        (folder / "truncated.pt").write_bytes((folder / "later.pt").read_bytes()[:-500])
-        state = torch.load(folder / "later.pt", weights_only=True)
-        next(iter(state["model"].values())).fill_(math.nan)
-        torch.save(state, folder / "nan.pt")
+        save(folder / "retrained.pt", 4)
+        names = ("first.pt", "later.pt", "retrained.pt")
+        self.saved = [load_model(folder / name, CPU) for name in names]
+        for name in names[1:]:
+            (folder / f"truncated-{name}").write_bytes((folder / name).read_bytes()[:-500])
+            state = torch.load(folder / name, weights_only=True)
+            next(iter(state["model"].values())).fill_(math.nan)
+            torch.save(state, folder / f"nan-{name}")
         save_ranking(folder / "ranking.pt", 3)
         (folder / "tokens").write_text(TOKEN)
         (folder / "site_limits.py").write_text(
@@ -111,9 +115,14 @@ class Site:
             "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
         }
 
-    def write(self, model: str) -> Path:
-        """Writes the configuration with a model of the folder."""
-        self.config["applications"][0]["args"]["model"] = str(self.folder / model)
+    def write(self, model: str, retrained: str | None = None) -> Path:
+        """Writes the configuration with a model of the folder, and one that takes over from it."""
+        application = self.config["applications"][0]
+        application["args"]["model"] = str(self.folder / model)
+        (options,) = application["deployments"]
+        options.pop("user_config", None)
+        if retrained is not None:
+            options["user_config"] = {"model": str(self.folder / retrained)}
         path = self.folder / "site.yaml"
         path.write_text(yaml.safe_dump(self.config))
         return path
@@ -165,9 +174,15 @@ class Site:
     def statuses(self) -> list[str]:
         return [one["status"] for one in self.applications().values()]
 
-    def deploy(self, model: str, until: Callable[[dict[str, Any]], bool]) -> None:
+    def deploy(
+        self,
+        model: str,
+        until: Callable[[dict[str, Any]], bool],
+        retrained: str | None = None,
+    ) -> None:
         """Deploys a model; returns when the application's status is as is asked for."""
-        command = [*SERVE, "deploy", "--address", self.dashboard, str(self.write(model))]
+        path = str(self.write(model, retrained))
+        command = [*SERVE, "deploy", "--address", self.dashboard, path]
         subprocess.run(command, env=self.environment, check=True, timeout=60)
         end = time.monotonic() + 180
         while not until(told := self.applications()["default"]):
@@ -182,7 +197,7 @@ class Site:
         return asyncio.run(run())
 
     def expected(self, number: int, events: Events, candidates: list[int]) -> Any:
-        """Returns the scores of one of the two models, which leaves out what it does not know."""
+        """Returns the scores of one of the models, which leaves out what it does not know."""
         known = set(self.saved[number].item_ids.tolist())
         read = [event for event in events if event[0] in known]
         scores = whole(self.saved[number], read, candidates)
@@ -220,12 +235,16 @@ def ranked(engine: Engine, user: int, events: list[Any], candidates: list[int]) 
     }
 
 
-def replicas_of(site: Site, family: str) -> dict[str, float]:
+def replicas_of(site: Site, family: str, **labels: str) -> dict[str, float]:
     """Returns a metric of each replica of the first application."""
     status, _, text = http_client.Client(site.address).send("GET", "/metrics")
     assert status == 200
     (found,) = [one for one in text_string_to_metric_families(text) if one.name == family]
-    return {one.labels["replica"]: one.value for one in found.samples if "_created" not in one.name}
+    return {
+        one.labels["replica"]: one.value
+        for one in found.samples
+        if "_created" not in one.name and labels.items() <= one.labels.items()
+    }
 
 
 def test_a_ranking_model_answers_as_in_one_process(site: Site, ranking: Engine) -> None:
@@ -358,6 +377,11 @@ def test_metrics_are_those_of_each_replica(site: Site) -> None:
     assert replicas_of(site, "hstu_ready") == dict.fromkeys(before, 1.0)
 
 
+def is_running(told: dict[str, Any]) -> bool:
+    """Returns whether an application has all of its replicas."""
+    return bool(told["status"] == "RUNNING")
+
+
 class Users:
     """Users who send events in one request after another, and what they are answered.
 
@@ -385,7 +409,8 @@ class Users:
                     continue
                 raise
             events += new
-            right = [n for n in (0, 1) if scores == self.site.expected(n, events, ITEMS[:5])]
+            numbers = range(len(self.site.saved))
+            right = [n for n in numbers if scores == self.site.expected(n, events, ITEMS[:5])]
             assert len(right) == 1
             self.used[user] += right
             await asyncio.sleep(0.1)
@@ -406,10 +431,6 @@ class Users:
 def test_a_model_takes_over_under_load_and_the_one_before_again(site: Site) -> None:
     """Each answer is of one model, on the events that it knows; no request fails."""
     users, both = Users(site, range(4000, 4006)), {0, 1}
-
-    def is_running(told: dict[str, Any]) -> bool:
-        return bool(told["status"] == "RUNNING")
-
     replicas = set(processes_of_ray(REPLICA))
     asyncio.run(users.meanwhile(lambda: site.deploy("later.pt", is_running)))
     assert set().union(*users.used.values()) == both
@@ -424,7 +445,7 @@ def test_a_model_takes_over_under_load_and_the_one_before_again(site: Site) -> N
     assert skipped
 
     # A damaged file is not deployed: Ray goes on with the replicas, and replaces one that dies.
-    site.deploy("truncated.pt", lambda told: told["status"] == "DEPLOY_FAILED")
+    site.deploy("truncated-later.pt", lambda told: told["status"] == "DEPLOY_FAILED")
     assert "expected what torch has saved" in str(site.applications()["default"])
     assert set(processes_of_ray(REPLICA)) == later
     os.kill(min(later), signal.SIGKILL)
@@ -437,7 +458,7 @@ def test_a_model_takes_over_under_load_and_the_one_before_again(site: Site) -> N
     assert all(set(used) == {1} for used in users.used.values())
 
     # A model that cannot be served is refused by its replicas, and the others go on.
-    site.deploy("nan.pt", lambda told: "NaN or Inf" in str(told))
+    site.deploy("nan-later.pt", lambda told: "NaN or Inf" in str(told))
     users.used = {user: [] for user in users.events}
     asyncio.run(users.meanwhile(lambda: time.sleep(0.5)))
     assert all(set(used) == {1} for used in users.used.values())
@@ -453,6 +474,55 @@ def test_a_model_takes_over_under_load_and_the_one_before_again(site: Site) -> N
             assert scores == site.expected(0, users.events[user], ITEMS[:5])
 
     site.ask(ask)
+
+
+def test_replicas_change_their_model_in_place(site: Site) -> None:
+    """The processes stay, no request fails, and a model that cannot be served changes nothing."""
+
+    def deploy(retrained: str | None, outcome: str) -> None:
+        """Returns when both replicas have one more model of that outcome."""
+        before = replicas_of(site, "hstu_model_changes", outcome=outcome)
+        site.deploy("first.pt", is_running, retrained)
+        end = time.monotonic() + 60
+        while replicas_of(site, "hstu_model_changes", outcome=outcome) != {
+            name: count + 1 for name, count in before.items()
+        }:
+            assert time.monotonic() < end, replicas_of(site, "hstu_model_changes")
+            time.sleep(0.2)
+
+    def used_since(call: Callable[[], object]) -> list[list[int]]:
+        users.used = {user: [] for user in users.events}
+        asyncio.run(users.meanwhile(call))
+        return [*users.used.values()]
+
+    users, replicas = Users(site, range(4100, 4106)), set(processes_of_ray(REPLICA))
+    used = used_since(lambda: deploy("retrained.pt", "taken over"))
+    assert {number for numbers in used for number in numbers} == {0, 2}
+    assert {numbers[-1] for numbers in used} == {2}
+
+    for wrong, why in (
+        ("nan-retrained.pt", "expected finite weights, got NaN or Inf"),
+        ("truncated-retrained.pt", "or is damaged"),
+        ("later.pt", "expected a model of the"),  # has other items
+    ):
+        used = used_since(functools.partial(deploy, wrong, "refused"))
+        assert {number for numbers in used for number in numbers} == {2}
+        assert re.search(f"The model has not been changed to that of .*{why}", site.log())
+    assert set(processes_of_ray(REPLICA)) == replicas
+
+    # A replica that Ray starts serves the model that is deployed.
+    site.deploy("first.pt", is_running, "retrained.pt")
+    os.kill(min(replicas), signal.SIGKILL)
+    end = time.monotonic() + 60
+    while len(replicas_of(site, "hstu_ready")) < 2 or min(replicas) in processes_of_ray(REPLICA):
+        assert time.monotonic() < end, "no new replica came"
+        time.sleep(0.2)
+    used = used_since(lambda: time.sleep(0.5))
+    assert {number for numbers in used for number in numbers} == {2}
+
+    # Without a user_config the model of the arguments takes over again.
+    used = used_since(lambda: deploy(None, "taken over"))
+    assert {numbers[-1] for numbers in used} == {0}
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import time
@@ -69,3 +70,37 @@ def test_a_replica_is_healthy_while_its_engine_answers(monkeypatch: pytest.Monke
             patched.setattr(engine, "_worker", threading.Thread())  # has not been started
             with pytest.raises(RuntimeError, match="the engine's thread has ended"):
                 replica.check_health()
+
+
+def test_a_running_replica_keeps_what_it_serves_where_a_change_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    changes: list[Any] = []
+
+    def change(user_config: Any) -> None:
+        if user_config == {"model": "wrong"}:
+            raise ValueError("not a model")
+        changes.append(user_config)
+
+    def reconfigure(user_config: Any) -> None:
+        asyncio.run(replica.reconfigure(user_config))
+
+    with Engine(make_model("retrieval"), make_cache(12)) as engine:
+        replica = Replica(lambda replica: Served(engine, app, change=change))
+        reconfigure({})  # what has been loaded
+        assert changes == []
+        with pytest.raises(ValueError, match="not a model"):
+            reconfigure({"model": "wrong"})  # it could not serve what is asked for
+        reconfigure({"model": "right"})
+        replica.check_health()
+        reconfigure({"model": "right"})  # as when Ray gives it another rank
+        reconfigure({"model": "wrong"})
+        assert "to that of {'model': 'wrong'}: not a model" in caplog.text
+        reconfigure({"model": "right"})
+        assert changes == [{"model": "right"}]
+        reconfigure({})
+        assert changes == [{"model": "right"}, {}]
+
+        replica = Replica(lambda replica: Served(engine, app))
+        with pytest.raises(ValueError, match=r"as Served\.change is None"):
+            reconfigure({"a": 1})
