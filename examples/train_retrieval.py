@@ -183,6 +183,13 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         help="the items that are drawn as negatives and ranked: those with events, or also all "
         "others in MovieLens's file of titles next to --data (movies.dat, movies.csv or u.item)",
     )
+    retrieval.add_argument(
+        "--ties",
+        choices=("log", "quicksort"),
+        default="log",
+        help="the order of a user's events of equal times: that of --data, or the one that NumPy's "
+        "quicksort of all times leaves, as in the data of the published results",
+    )
     retrieval.add_argument("--show-user", help="id of the user to recommend for; None is the first")
     retrieval.add_argument(
         "--seeds",

@@ -33,6 +33,7 @@ EARLIER_VALUES = {
     "exclude": "seen",
     "protocol": "validated",
     "catalog": "log",
+    "ties": "log",
     "smooth_k": True,
 }
 

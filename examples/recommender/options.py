@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from hstu_attn import FP8
-    from hstu_attn.data import Catalog, EventLog, LayoutName
+    from hstu_attn.data import Catalog, EventLog, LayoutName, Ties
 
 __all__ = [
     "Interval",
@@ -77,6 +77,7 @@ class Options(argparse.Namespace):
     columns: dict[str, str] | None
     only: str | None
     catalog: Catalog = "log"
+    ties: Ties = "log"
     min_user_events: int
     min_item_events: int
     cache_dir: Path | None
@@ -432,6 +433,7 @@ def open_data(
             min_user_events=options.min_user_events,
             min_item_events=options.min_item_events,
             catalog=options.catalog,
+            ties=options.ties,
         )
     print(f"{', '.join(map(str, sources))}: {log.describe()}")
     return log

@@ -23,7 +23,7 @@ from .batches import (
     jagged_batch,
 )
 from .detect import LAYOUT_NAMES, LayoutName
-from .events import Catalog, EventLog, open_event_log
+from .events import Catalog, EventLog, Ties, open_event_log
 from .kuairand import ACTIONS, unpack_actions
 from .split import HELD_OUT, Windows, held_out_windows, training_windows
 
@@ -39,6 +39,7 @@ __all__ = [
     "JaggedBatch",
     "LayoutName",
     "SamplerState",
+    "Ties",
     "Windows",
     "balance",
     "check_batch",

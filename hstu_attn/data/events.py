@@ -27,10 +27,12 @@ from .layout import EventLayout, Events, MalformedLines
 from .movielens import MovieLensLayout
 from .preprocess import LEAST_USER_EVENTS, preprocess
 
-__all__ = ["Catalog", "EventLog", "open_event_log"]
+__all__ = ["Catalog", "EventLog", "Ties", "open_event_log"]
 
 Catalog: TypeAlias = Literal["log", "titles"]
 """The items of a log: those that have events, or those of the file of titles, too."""
+Ties: TypeAlias = Literal["log", "quicksort"]
+"""The order of a user's events of equal times: that of the log, or one that NumPy's sort leaves."""
 
 FORMAT_VERSION = 3
 CATALOG_OF_TITLES = '--catalog titles (catalog="titles")'  # in messages
@@ -40,8 +42,8 @@ ARRAYS = ("user_ids", "item_ids", "offsets", "items", "ratings", "timestamps")
 class EventLog:
     """The events of all users, memory-mapped.
 
-    User `u` owns the events `offsets[u] .. offsets[u + 1]`, oldest first. Events of the same second
-    keep the order of the file.
+    User `u` owns the events `offsets[u] .. offsets[u + 1]`, oldest first. Events of equal times
+    keep the order of the file, unless `open_event_log` was given other `ties`.
 
     Attributes:
         user_ids: `(num_users,)` int64, the source's ids, increasing; where those are text, the
@@ -173,11 +175,12 @@ def open_event_log(
     min_user_events: int = 1,
     min_item_events: int = 1,
     catalog: Catalog = "log",
+    ties: Ties = "log",
 ) -> EventLog:
     """Opens files of events, preprocessing them if that has not been done.
 
-    Preprocessing needs memory for the different users and items, not for the events, and while it
-    runs up to 100 bytes an event in `cache_dir`.
+    Preprocessing needs memory for the different users and items, not for the events unless `ties`
+    is "quicksort", and while it runs up to 100 bytes an event in `cache_dir`.
 
     Args:
         source: one of these, each also with a name that ends in .gz:
@@ -207,6 +210,11 @@ def open_event_log(
         catalog: which items the log has. "log" is those that have events. "titles" is all items of
             MovieLens's file of titles, with or without events, and those that have events but no
             title; items that `min_item_events` leaves out of the events stay in the catalog.
+        ties: the order of a user's events of equal times. "log" is that of the source. "quicksort"
+            is the one in which NumPy's quicksort, which is not stable, leaves the times of all
+            events: pandas sorts by it unless it is told otherwise, and generative-recommenders
+            prepared the published data so. It takes 24 bytes of memory for each event, and
+            processors with other vector instructions get other orders.
 
     Raises:
         FileNotFoundError: no such file.
@@ -216,10 +224,9 @@ def open_event_log(
     for name, least in (("min_user_events", min_user_events), ("min_item_events", min_item_events)):
         if least < 1:
             raise ValueError(f"{name}: expected 1 or more, got {least}")
-    if catalog not in get_args(Catalog):
-        raise ValueError(
-            f"catalog: expected one of {', '.join(get_args(Catalog))}, got {catalog!r}"
-        )
+    for name, value, known in (("catalog", catalog, Catalog), ("ties", ties, Ties)):
+        if value not in get_args(known):
+            raise ValueError(f"{name}: expected one of {', '.join(get_args(known))}, got {value!r}")
     sources = source_files(source)
     kind = detect_layout(sources[0], layout, columns)
     if catalog == "titles":
@@ -230,6 +237,8 @@ def open_event_log(
         fingerprint["columns"] = dict(sorted(columns.items()))
     if catalog != "log":
         fingerprint["catalog"] = catalog
+    if ties != "log":
+        fingerprint["ties"] = ties
     digest = hashlib.blake2b(json.dumps(fingerprint).encode(), digest_size=6).hexdigest()
     directory = root / f"{sources[0].name}-{digest}"
     if not (directory / "manifest.json").is_file():
@@ -349,6 +358,7 @@ def _preprocess(
                 directory,
                 progress,
                 catalog=titles if needs_titles else (),
+                quicksort=fingerprint.get("ties") == "quicksort",
             )
         if not needs_titles:
             titles = layout.read_titles(sources[0], malformed.reject)

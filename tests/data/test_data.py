@@ -210,6 +210,29 @@ def test_preprocesses_once_and_again_when_the_source_changes(tmp_path: Path) -> 
     assert len(list(tmp_path.glob("hstu_cache/*"))) == 1
 
 
+def test_the_order_of_equal_times(tmp_path: Path) -> None:
+    """As pandas sorts: all events by time with NumPy's default, and each user's in that order."""
+    rng = np.random.default_rng(1)
+    users, items, times = (rng.integers(most, size=4000) for most in (20, 400, 30))
+    path = tmp_path / "ratings.dat"
+    rows = zip(users.tolist(), items.tolist(), times.tolist(), strict=True)
+    path.write_text("".join(f"{user + 1}::{item + 1}::3::{time}\n" for user, item, time in rows))
+    found = {}
+    for ties, kind in (("log", "stable"), ("quicksort", "quicksort")):
+        order = np.argsort(times, kind=kind)
+        order = order[np.argsort(users[order], kind="stable")]
+        log = open_event_log(path, ties=ties)
+        assert (log.item_ids[log.items] == items[order] + 1).all()
+        assert (log.timestamps == times[order]).all()
+        assert open_event_log(path, ties=ties).directory == log.directory
+        found[ties] = log
+    assert "ties" not in found["log"].manifest["fingerprint"]
+    assert found["log"].directory != found["quicksort"].directory
+    assert (found["log"].items != found["quicksort"].items).any()
+    with pytest.raises(ValueError, match="ties: expected one of log, quicksort, got 'no'"):
+        open_event_log(path, ties="no")
+
+
 def test_rare_users_and_items_are_left_out_once(tmp_path: Path) -> None:
     pairs = [(user, item) for user in (1, 2, 3) for item in (10, 20, 30)]
     pairs += [(1, 40), (1, 50), (2, 40), (4, 10), (4, 60), (4, 70), (4, 80), (5, 50), (5, 50)]

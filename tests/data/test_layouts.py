@@ -462,7 +462,9 @@ def test_reads_what_a_reader_of_single_lines_reads(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"min_user_events": 21, "min_item_events": 4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"min_user_events": 21, "min_item_events": 4}, {"ties": "quicksort"}]
+)
 @pytest.mark.parametrize("kind", ["movielens", "amazon", "kuairand"])
 def test_chunks_do_not_matter(
     kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
