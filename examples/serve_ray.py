@@ -1,6 +1,6 @@
 r"""Serves a trained model by replicas on Ray Serve, over the events of a shared Redis server.
 
-    export PYTHONPATH=examples
+    set -a && . examples/serve_ray.env && set +a
     serve run serve_ray:app model=runs/retrieval/best.pt store=redis://127.0.0.1:6379/0
     serve run examples/serve_ray.yaml                               # how many replicas, and so on
 
