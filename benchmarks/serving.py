@@ -223,10 +223,15 @@ def variables_of_ray() -> dict[str, str]:
     return plain | {"PYTHONPATH": f"{ROOT}:{SERVER.parent}"}
 
 
-def start_replicas(model: Path, data: Path, replicas: int, store: str, port: int) -> str:
-    """Starts a Ray of this process and the replicas; returns the address of Ray's REST API.
+def start_replicas(wanted: dict[str, Any], port: int) -> str:
+    """Starts a Ray of this process and replicas, which serve at a port of loopback.
 
-    They serve at a port of loopback.
+    Args:
+        wanted: the `configuration` of the replicas.
+        port: is free.
+
+    Returns:
+        The address of Ray's REST API.
     """
     import ray
     from ray import serve
@@ -235,19 +240,25 @@ def start_replicas(model: Path, data: Path, replicas: int, store: str, port: int
     here = ray.init("local", include_dashboard=True, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     dashboard = f"http://{here.dashboard_url}"
-    deploy(dashboard, configuration(model, data, replicas, store))
+    deploy(dashboard, wanted)
     return dashboard
 
 
 def configuration(
-    model: Path, data: Path, replicas: int, store: str, taking_over: Path | None = None
+    arguments: Mapping[str, object], replicas: int, taking_over: Path | None = None
 ) -> dict[str, Any]:
-    """Returns what `serve deploy` reads from a YAML: replicas of a model, or of one after it."""
-    arguments = {"model": model, "data": data, "device": "cpu", "store": store}
+    """Returns what `serve deploy` reads from a YAML.
+
+    Args:
+        arguments: options of serve.py, by name.
+        replicas: how many there are; they share a GPU if there is one among the arguments.
+        taking_over: the file of a model that takes over from that of the arguments.
+    """
+    gpus = 1 / replicas if arguments["device"] == "cuda" else 0
     options = {
         "name": "Replica",
         "num_replicas": replicas,
-        "ray_actor_options": {"num_cpus": 0.5},
+        "ray_actor_options": {"num_cpus": 0.5, "num_gpus": gpus},
         "user_config": {} if taking_over is None else {"model": str(taking_over)},
     }
     application = {
@@ -302,7 +313,7 @@ def stop_replicas() -> None:
 
 
 @contextmanager
-def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving]:
+def several_replicas(model: Path, data: Path, device: str, replicas: int) -> Iterator[Serving]:
     """Runs replicas on a Ray of their own, over a Redis server of their own.
 
     The process that deploys them is not this one, in whose interpreter requests would wait for it.
@@ -320,17 +331,17 @@ def several_replicas(model: Path, data: Path, replicas: int) -> Iterator[Serving
             stack.enter_context(environment(name, value))
         copy = Path(folder, "another.pt")
         shutil.copy(model, copy)
+        arguments = {"model": model, "data": data, "device": device, "store": url}
 
         def change() -> None:
-            wanted = configuration(model, data, replicas, url, copy)
-            operator.submit(deploy, dashboard, wanted).result()
+            operator.submit(deploy, dashboard, configuration(arguments, replicas, copy)).result()
 
         def kill() -> None:
             operator.submit(kill_replica).result()
 
         try:
-            started = operator.submit(start_replicas, model, data, replicas, url, port)
-            dashboard = started.result()
+            wanted = configuration(arguments, replicas)
+            dashboard = operator.submit(start_replicas, wanted, port).result()
             address = f"http://127.0.0.1:{port}"
             events = {CHANGE: change, KILL: kill}
             yield Serving(address, f"{replicas} replicas", events, fsyncs_of_redis(url))
@@ -476,12 +487,10 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     options = run.options
     if options.seconds <= 0 or min(*options.concurrency, *options.loads, 1) <= 0:
         PARSER.error("--seconds, --concurrency and --loads must be positive")
-    if options.replicas and options.device != "cpu":
-        PARSER.error(f"--device: expected cpu with --replicas; got {options.device}")
     log = open_event_log(options.data)
     model, data, device = options.model.resolve(), options.data.resolve(), options.device
     if options.loads:
-        several = several_replicas(model, data, options.replicas)
+        several = several_replicas(model, data, device, options.replicas)
         started = several if options.replicas else one_process(model, data, device)
         with started as serving, no_collections():
             yield from arrivals(serving, log, options)

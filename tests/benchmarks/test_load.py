@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("uvicorn")
@@ -319,7 +318,7 @@ def test_random_arrivals(
 
 
 def test_the_device_is_passed_to_the_server(
-    files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
 
@@ -333,7 +332,7 @@ def test_the_device_is_passed_to_the_server(
     with pytest.raises(OSError, match="a process"), serving.running_server(model, data, "cuda"):
         pass
     assert commands[0][commands[0].index("--device") + 1] == "cuda"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        serving.main([*files, "--device", "cuda", "--loads", "0.5", "--replicas", "2"])
-    assert "--device: expected cpu with --replicas; got cuda" in capsys.readouterr().err
+    for device, gpus in (("cuda", 0.5), ("cpu", 0)):
+        (application,) = serving.configuration({"device": device}, 2)["applications"]
+        assert application["args"] == {"device": device}
+        assert application["deployments"][0]["ray_actor_options"]["num_gpus"] == gpus
