@@ -181,7 +181,9 @@ def deployment(**options: Any) -> serve.Deployment:
     A request goes to the replica that a hash of its header `X-Session-Id` names, for which
     `hstu_attn.serving.client.Client` takes the user; without the header, and where that replica has
     too much to do or is gone, to another one. Any of them answers it rightly from the shared store;
-    the one that has served the user before has the user's pages.
+    the one that has served the user before has the user's pages. Where HAProxy is enabled
+    (`RAY_SERVE_ENABLE_HA_PROXY=1`), it chooses the replica by an algorithm of its own:
+    `RAY_SERVE_HAPROXY_BALANCE_ALGORITHM='hdr(X-Session-Id)'` does likewise.
 
     Deployed again with another `user_config`, and otherwise as before, the replicas go on: one
     after another, at most a fifth at a time, they change their model by `Served.change`. Other
