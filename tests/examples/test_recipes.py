@@ -148,6 +148,7 @@ def test_a_copy_is_changed_and_the_command_line_overrides(
     same += ["--epochs", "101", "--learning-rate", "1e-3", "--schedule", "constant"]
     same += ["--warmup-steps", "0", "--clip-norm", "0", "--heads", "1", "--temperature", ".05"]
     same += ["--negatives", "128", "--negatives-per", "row", "--exclude", "window"]
+    same += ["--ties", "quicksort"]
     same += ["--eval-every", "epoch", "--checkpoint-every", "epoch", "--tokens-per-batch", "400"]
     same += ["--data", str(data["ml-1m"]), *FEW, "--out", str(out), "--resume"]
     assert train_retrieval.main(same) == 0
