@@ -20,11 +20,11 @@ their histories are those of the data, and each event is a new one. A request th
 within a second counts as failed, as does one of that first overload that is due while as many are
 under way as are answered in a fifth of a second; a load over 1 has no such limit. Events are stored
 in SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray Serve share, in the
-environment of examples/serve_ray.env. At the first load there are further runs, in the
-middle of which the model changes, or a replica is killed by SIGKILL. A run goes on until the new
-model has taken over, and for half of `--seconds` after it. `pause` is the longest time in which
-requests waited and none was answered, and `fsync_ms` the longest `fsync` of Redis in the run, for
-which every answer waits that stores an event.
+environment of examples/serve_ray.env. At the first load there are further runs, in the middle of
+which the model changes or a replica is killed by SIGKILL. A run goes on until the new model has
+taken over, and for half of `--seconds` after it. `pause` is the longest time in which requests
+waited and none was answered, and `fsync_ms` the longest `fsync` of Redis in the run, for which
+every answer waits that stores an event.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ from .record import ROOT, Record, rounded
 from .runner import Benchmark
 from .timing import Run, environment
 
-__all__ = ["BENCHMARK", "drive", "main", "redis_server", "running_server"]
+__all__ = ["BENCHMARK", "drive", "main", "redis_server", "running_server", "variables_of_ray"]
 
 SERVER = ROOT / "examples/serve.py"
 WARM_UP_SECONDS = 2.0

