@@ -232,7 +232,7 @@ class Users:
             right = [n for n in numbers if scores == self.site.expected(n, events, ITEMS[:5])]
             assert len(right) == 1
             self.used[user] += right
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)  # The checks of answers take processors, too.
 
     def meanwhile(self, call: Callable[[], object], attempts: int = 1) -> list[list[int]]:
         """Lets all users write until something is done, and somewhat longer.
