@@ -159,11 +159,22 @@ class Site:
         model: str,
         until: Callable[[dict[str, Any]], bool],
         retrained: str | None = None,
+        by_command: bool = False,
     ) -> None:
-        """Deploys a model; returns when the application's status is as is asked for."""
-        path = str(self.write(model, retrained))
-        command = [*SERVE, "deploy", "--address", self.dashboard, path]
-        subprocess.run(command, env=self.environment, check=True, timeout=60)
+        """Deploys a model; returns when the application's status is as is asked for.
+
+        `by_command` is by `serve deploy`, which takes seconds to start, and otherwise by what it
+        sends.
+        """
+        path = self.write(model, retrained)
+        if by_command:
+            command = [*SERVE, "deploy", "--address", self.dashboard, str(path)]
+            subprocess.run(command, env=self.environment, check=True, timeout=60)
+        else:
+            headers = {"Authorization": f"Bearer {RAY_TOKEN}"}
+            plain = http_client.Client(self.dashboard)
+            found = plain.send("PUT", "/api/serve/applications/", self.config, headers)
+            assert found[0] == 200, found
         end = time.monotonic() + 180
         while not until(told := self.applications()["default"]):
             assert time.monotonic() < end, told
