@@ -1,4 +1,4 @@
-"""Tests of replicas on Ray Serve behind HAProxy, with the environment of examples/serve_ray.env."""
+"""Tests of replicas behind HAProxy, as the serving page runs them: examples/serve_ray.env and .yaml."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.helpers.ray_site import (
 from tests.helpers.saved_models import ITEMS
 from tests.helpers.stores import redis_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = [pytest.mark.slow, pytest.mark.documented]
 
 QUEUE, BODY_BYTES = 4, 20_000
 
