@@ -1,4 +1,4 @@
-"""Tests of replicas behind HAProxy, as the serving page runs them: examples/serve_ray.env and .yaml."""
+"""Tests of replicas behind HAProxy, in the environment of examples/serve_ray.env."""
 
 from __future__ import annotations
 
