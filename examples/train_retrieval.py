@@ -42,6 +42,7 @@ from typing import Any, Literal, cast
 from recommender.options import (
     NOT_PART_OF_THE_RUN,
     Options,
+    add_log_options,
     choose_device,
     make_parser,
     open_data,
@@ -176,20 +177,7 @@ def parse_arguments(arguments: list[str] | None = None) -> RetrievalOptions:
         help="what is left out of the ranking of a user: every item seen before, those of the last "
         "--max-seq-len events, or nothing",
     )
-    retrieval.add_argument(
-        "--catalog",
-        choices=("log", "titles"),
-        default="log",
-        help="the items that are drawn as negatives and ranked: those with events, or also all "
-        "others in MovieLens's file of titles next to --data (movies.dat, movies.csv or u.item)",
-    )
-    retrieval.add_argument(
-        "--ties",
-        choices=("log", "quicksort"),
-        default="log",
-        help="the order of a user's events of equal times: that of --data, or the one that NumPy's "
-        "quicksort of all times leaves, as in the data of the published results",
-    )
+    add_log_options(retrieval)
     retrieval.add_argument("--show-user", help="id of the user to recommend for; None is the first")
     retrieval.add_argument(
         "--seeds",

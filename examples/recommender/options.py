@@ -26,6 +26,7 @@ __all__ = [
     "Options",
     "Schedule",
     "Strategy",
+    "add_log_options",
     "add_reading_options",
     "choose_device",
     "make_parser",
@@ -400,6 +401,24 @@ def choose_device(name: str) -> torch.device:
             f"GPUs; got {name}"
         )
     return device
+
+
+def add_log_options(group: argparse._ArgumentGroup) -> None:
+    """Adds the options of `open_event_log` that the retrieval example alone has."""
+    group.add_argument(
+        "--catalog",
+        choices=("log", "titles"),
+        default="log",
+        help="the items that are drawn as negatives and ranked: those with events, or also all "
+        "others in MovieLens's file of titles next to --data (movies.dat, movies.csv or u.item)",
+    )
+    group.add_argument(
+        "--ties",
+        choices=("log", "quicksort"),
+        default="log",
+        help="the order of a user's events of equal times: that of --data, or the one that NumPy's "
+        "quicksort of all times leaves, as in the data of the published results",
+    )
 
 
 def open_data(

@@ -85,7 +85,7 @@ def test_requests_of_a_user_go_to_one_replica(site: Site) -> None:
 
 
 def test_what_is_too_much_is_refused(site: Site) -> None:
-    """By the replicas, with 503 and Retry-After; too large a body with 413, and a slow one."""
+    """Replicas refuse requests by 503 and large bodies by 413; HAProxy refuses a slow body."""
     plain = http_client.Client(site.address)
     expected = site.expected(0, [(ITEMS[0], NOW)], ITEMS)
 
@@ -179,6 +179,11 @@ def test_a_model_takes_over_under_load_and_the_one_before_again(site: Site) -> N
     assert set(processes_of_ray(REPLICA)) == later
     os.kill(min(later), signal.SIGKILL)
     wait_for_another(site, min(later))
+    used = users.meanwhile(lambda: time.sleep(0.5))
+    assert all(set(numbers) == {1} for numbers in used)
+
+    # A model that cannot be served is refused by its replicas, and the others go on.
+    site.deploy("nan-later.pt", lambda told: "NaN or Inf" in str(told))
     used = users.meanwhile(lambda: time.sleep(0.5))
     assert all(set(numbers) == {1} for numbers in used)
 
