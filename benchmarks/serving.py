@@ -65,6 +65,8 @@ _add("--replicas", type=int, default=0, help="on Ray Serve (default: one process
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
 
+from torch.cuda import device_count
+
 from hstu_attn.data import EventLog, open_event_log
 from hstu_attn.serving.client import Client
 
@@ -241,6 +243,7 @@ def start_replicas(wanted: dict[str, Any], port: int) -> str:
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     dashboard = f"http://{here.dashboard_url}"
     deploy(dashboard, wanted)
+    pid_of_replica()  # the first call takes long, and would take the processors from requests
     return dashboard
 
 
@@ -251,10 +254,10 @@ def configuration(
 
     Args:
         arguments: options of serve.py, by name.
-        replicas: how many there are; they share a GPU if there is one among the arguments.
+        replicas: how many there are. On GPUs each has one of its own, or they share what there is.
         taking_over: the file of a model that takes over from that of the arguments.
     """
-    gpus = 1 / replicas if arguments["device"] == "cuda" else 0
+    gpus = min(1, device_count() / replicas) if arguments["device"] == "cuda" else 0
     options = {
         "name": "Replica",
         "num_replicas": replicas,
@@ -297,12 +300,17 @@ def deploy(dashboard: str, wanted: dict[str, Any]) -> None:
         raise RuntimeError(f"the replicas do not serve: {told['status']} {told['message']}")
 
 
-def kill_replica() -> None:
-    """Kills one of the replicas that `start_replicas` has started."""
+def pid_of_replica() -> int:
+    """Returns the process of one of the replicas that `start_replicas` has started."""
     from ray import serve
 
     handle = serve.get_deployment_handle("Replica", "default")
-    os.kill(handle.broadcast("stats").results()[0]["pid"], signal.SIGKILL)
+    return handle.broadcast("stats").results()[0]["pid"]
+
+
+def kill_replica() -> None:
+    """Kills one of the replicas that `start_replicas` has started."""
+    os.kill(pid_of_replica(), signal.SIGKILL)
 
 
 def stop_replicas() -> None:
@@ -344,7 +352,10 @@ def several_replicas(model: Path, data: Path, device: str, replicas: int) -> Ite
             dashboard = operator.submit(start_replicas, wanted, port).result()
             address = f"http://127.0.0.1:{port}"
             events = {CHANGE: change, KILL: kill}
-            yield Serving(address, f"{replicas} replicas", events, fsyncs_of_redis(url))
+            name = f"{replicas} replicas"
+            if device == "cuda":
+                name += " on a GPU each" if device_count() >= replicas else " that share GPUs"
+            yield Serving(address, name, events, fsyncs_of_redis(url))
         finally:
             operator.submit(stop_replicas).result()
 
