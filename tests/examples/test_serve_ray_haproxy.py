@@ -36,7 +36,7 @@ from tests.helpers.ray_site import (
 from tests.helpers.saved_models import ITEMS
 from tests.helpers.stores import redis_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.documented]
+pytestmark = pytest.mark.slow
 
 QUEUE, BODY_BYTES = 4, 20_000
 
@@ -64,6 +64,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             site.stop()
 
 
+@pytest.mark.faults
 def test_requests_of_a_user_go_to_one_replica(site: Site) -> None:
     def answered() -> dict[str, float]:
         return replicas_of(site, "hstu_engine_completed")
@@ -84,6 +85,7 @@ def test_requests_of_a_user_go_to_one_replica(site: Site) -> None:
         found.append(max(more, key=more.__getitem__) if max(more.values()) == 4 else None)
 
 
+@pytest.mark.faults
 def test_what_is_too_much_is_refused(site: Site) -> None:
     """Replicas refuse requests by 503 and large bodies by 413; HAProxy refuses a slow body."""
     plain = http_client.Client(site.address)
@@ -112,6 +114,7 @@ def test_what_is_too_much_is_refused(site: Site) -> None:
         assert slow.recv(100)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 408")
 
 
+@pytest.mark.faults
 def test_replicas_change_their_model_in_place(site: Site) -> None:
     """The processes stay, no request fails, and a model that cannot be served changes nothing."""
 
@@ -157,6 +160,7 @@ def test_replicas_change_their_model_in_place(site: Site) -> None:
     assert {numbers[-1] for numbers in used} == {0}
 
 
+@pytest.mark.documented
 def test_a_model_takes_over_under_load_and_the_one_before_again(site: Site) -> None:
     """Each answer is of one model, on the events that it knows; no request fails."""
     users = Users(site, range(4000, 4006))
