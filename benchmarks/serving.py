@@ -305,7 +305,8 @@ def pid_of_replica() -> int:
     from ray import serve
 
     handle = serve.get_deployment_handle("Replica", "default")
-    return handle.broadcast("stats").results()[0]["pid"]
+    pid: int = handle.broadcast("stats").results()[0]["pid"]
+    return pid
 
 
 def kill_replica() -> None:

@@ -332,7 +332,8 @@ def test_the_device_is_passed_to_the_server(
     with pytest.raises(OSError, match="a process"), serving.running_server(model, data, "cuda"):
         pass
     assert commands[0][commands[0].index("--device") + 1] == "cuda"
-    for device, gpus in (("cuda", 0.5), ("cpu", 0)):
+    for device, count, gpus in (("cuda", 1, 0.5), ("cuda", 4, 1), ("cpu", 0, 0)):
+        monkeypatch.setattr(serving, "device_count", lambda count=count: count)
         (application,) = serving.configuration({"device": device}, 2)["applications"]
         assert application["args"] == {"device": device}
         assert application["deployments"][0]["ray_actor_options"]["num_gpus"] == gpus
