@@ -64,7 +64,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             site.stop()
 
 
-@pytest.mark.faults
+@pytest.mark.documented
 def test_requests_of_a_user_go_to_one_replica(site: Site) -> None:
     def answered() -> dict[str, float]:
         return replicas_of(site, "hstu_engine_completed")
