@@ -140,24 +140,24 @@ struct alignas(16) NarrowCell {
 // The tables and ranges of times in the form that the GPU kernels read. prepare_relative_bias()
 // writes them to the workspace.
 struct PreparedBias {
-  // [position.heads, 4, position_copy_stride]: four copies of the table, in which its first and its
-  // last entry are repeated position_margin times. Copy n begins with entry n. Aligned to 16 bytes.
+  // Aligned to 16 bytes. The first and the last entry of the table are repeated position_margin
+  // times.
+  // sm90: [position.heads, 4, position_copy_stride]. Four copies, of which copy n begins with entry
+  // n.
+  // sm80: [position.heads, position_copy_stride, 4]. For each entry e the entries e, e + 1, e - 8
+  // and e - 7: those that a thread needs in a 16 x 8 block of an accumulator.
   float* position = nullptr;
+  bool has_position_of_blocks = false;  // the layout of sm80
   int64_t position_head_stride = 0;
   int position_copy_stride = 0;
-  int position_margin = 8;             // how often the first and the last entry are repeated
-  int reach = 0;                       // R
-  float* time = nullptr;               // [time.heads, time.size]
-  BucketCell* cells = nullptr;         // [kDifferenceCells]
-  WeightCell* weight_cells = nullptr;  // [time.heads, kDifferenceCells]
-  NarrowCell* narrow_cells = nullptr;  // [time.heads, kNarrowCells]
-  // [total_k / 8 + B], each for 8 keys, see first_tile(). The sm90 kernels have time_blocks
-  // instead.
-  TimeRange* ranges = nullptr;
-  KeyBlockTimes* time_blocks = nullptr;
-  // [total_q / 8 + B], each for 8 rows, see first_tile(). The sm90 backward has row_blocks instead.
-  TimeRange* row_ranges = nullptr;
-  KeyBlockTimes* row_blocks = nullptr;
+  int position_margin = 8;               // how often the first and the last entry are repeated
+  int reach = 0;                         // R
+  float* time = nullptr;                 // [time.heads, time.size]
+  BucketCell* cells = nullptr;           // [kDifferenceCells]
+  WeightCell* weight_cells = nullptr;    // [time.heads, kDifferenceCells]
+  NarrowCell* narrow_cells = nullptr;    // [time.heads, kNarrowCells]
+  KeyBlockTimes* time_blocks = nullptr;  // [total_k / 8 + B], each for 8 keys, see first_tile()
+  KeyBlockTimes* row_blocks = nullptr;   // [total_q / 8 + B], each for 8 rows, see first_tile()
 };
 
 // Bias computed in the kernel from positions and event times.

@@ -30,14 +30,17 @@ __device__ float read_weight(const BiasTable& table, int head, int entry) {
 
 __device__ void copy_position_table(const RelativeBias& bias, int thread, int threads) {
   const PreparedBias& prepared = bias.prepared;
+  const int stride = prepared.position_copy_stride;
+  if (!bias.position.data) {
+    for (int n = thread; n < 4 * stride; n += threads) prepared.position[n] = 0;
+  }
   for (int head = 0; head < bias.position.heads; ++head) {
-    const int64_t first = head * prepared.position_head_stride;
-    for (int copy = 0; copy < 4; ++copy) {
-      for (int n = thread; n < prepared.position_copy_stride; n += threads) {
-        const int entry = min(max(n + copy - prepared.position_margin, 0), bias.position.size - 1);
-        prepared.position[first + int64_t{copy} * prepared.position_copy_stride + n] =
-            read_weight(bias.position, head, entry);
-      }
+    float* const to = prepared.position + head * prepared.position_head_stride;
+    for (int n = thread; n < 4 * stride; n += threads) {
+      int entry = n / stride + n % stride;
+      if (prepared.has_position_of_blocks) entry = n / 4 + n % 2 - n % 4 / 2 * 8;
+      entry = min(max(entry - prepared.position_margin, 0), bias.position.size - 1);
+      to[n] = read_weight(bias.position, head, entry);
     }
   }
 }
@@ -70,54 +73,36 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
   }
 }
 
-// Finds the range of each 8 of the times time_of(0) to time_of(length - 1). Writes them to
-// `blocks`, together with the times, or to `ranges` if `blocks` is null.
+// Writes the times time_of(0) to time_of(length - 1) to `blocks`, each of which has 8 of them.
 template <typename TimeOf>
-__device__ void find_ranges(int length, int thread, int threads, TimeOf time_of, TimeRange* ranges,
-                            KeyBlockTimes* blocks) {
+__device__ void copy_times(int length, int thread, int threads, TimeOf time_of,
+                           KeyBlockTimes* blocks) {
   for (int n = thread; n * 8 < length; n += threads) {
-    const int64_t first = time_of(n * 8);
-    TimeRange range = {first, first};
-    for (int next = n * 8 + 1; next < min(n * 8 + 8, length); ++next) {
-      const int64_t time = time_of(next);
-      range.earliest = min(range.earliest, time);
-      range.latest = max(range.latest, time);
-    }
-    if (!blocks) {
-      ranges[n] = range;
-      continue;
-    }
     KeyBlockTimes block;
-    block.range = range;
     for (int next = 0; next < 8; ++next) {
-      block.times[next] = static_cast<uint32_t>(time_of(min(n * 8 + next, length - 1)));
+      const int64_t time = time_of(min(n * 8 + next, length - 1));
+      block.range.earliest = next == 0 ? time : min(block.range.earliest, time);
+      block.range.latest = next == 0 ? time : max(block.range.latest, time);
+      block.times[next] = static_cast<uint32_t>(time);
     }
     blocks[n] = block;
   }
 }
 
-// Element n of an array, or null if there is no array.
-template <typename T>
-__device__ T* at(T* array, int64_t n) {
-  return array ? array + n : nullptr;
-}
-
-__device__ void find_ranges(const RelativeBias& bias, const BatchParams& batch, int b, int thread,
-                            int threads) {
+__device__ void copy_times(const RelativeBias& bias, const BatchParams& batch, int b, int thread,
+                           int threads) {
   const Sequence sequence = load_sequence(batch, b);
   const PreparedBias& prepared = bias.prepared;
-  const int64_t first_keys = first_tile(sequence.k_begin, b, 8);
-  const int64_t first_rows = first_tile(sequence.q_begin, b, 8);
-  find_ranges(
+  copy_times(
       sequence.k_len, thread, threads,
       [&](int key) { return bias.timestamps[sequence.k_begin + key]; },
-      prepared.ranges + first_keys, at(prepared.time_blocks, first_keys));
-  find_ranges(
+      prepared.time_blocks + first_tile(sequence.k_begin, b, 8));
+  copy_times(
       sequence.q_len, thread, threads, [&](int row) { return time_of_row(bias, sequence, row); },
-      prepared.row_ranges + first_rows, at(prepared.row_blocks, first_rows));
+      prepared.row_blocks + first_tile(sequence.q_begin, b, 8));
 }
 
-// The first `table_blocks` blocks copy the tables. Each of the others finds a part of the ranges of
+// The first `table_blocks` blocks copy the tables. Each of the others copies a part of the times of
 // a sequence.
 __global__ void __launch_bounds__(kThreads)
     prepare_relative_bias_kernel(const __grid_constant__ RelativeBias bias,
@@ -125,12 +110,12 @@ __global__ void __launch_bounds__(kThreads)
   const int block = static_cast<int>(blockIdx.x) - table_blocks;
   if (block < 0) {
     const int thread = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x;
-    if (bias.position.data) copy_position_table(bias, thread, table_blocks * kThreads);
+    if (bias.prepared.position) copy_position_table(bias, thread, table_blocks * kThreads);
     if (bias.time.data) copy_time_table(bias, thread, table_blocks * kThreads);
     return;
   }
   const int parts = (static_cast<int>(gridDim.x) - table_blocks) / batch.batch;
-  find_ranges(bias, batch, block / parts, block % parts * kThreads + threadIdx.x, parts * kThreads);
+  copy_times(bias, batch, block / parts, block % parts * kThreads + threadIdx.x, parts * kThreads);
 }
 
 // Rounds the sums of the position table, then those of the time table, one in each thread.
@@ -166,13 +151,13 @@ void prepare_relative_bias(const RelativeBias& bias, const BatchParams& batch,
   // A search of a cell takes as long as copies of many weights.
   const int64_t threads = std::max<int64_t>(weights / 4, cells_to_find(bias));
   const int64_t table_blocks = clamp(ceil_div(threads, kThreads), 1, multiprocessors);
-  int64_t range_blocks = 0;
+  int64_t time_blocks = 0;
   if (bias.time.data) {
-    const int64_t ranges = std::max(batch.total_q, batch.total_k) / 8 / batch.batch;
-    range_blocks = batch.batch * clamp(ceil_div(ranges, kThreads), 1, multiprocessors);
+    const int64_t threads_of_sequence = std::max(batch.total_q, batch.total_k) / 8 / batch.batch;
+    time_blocks = batch.batch * clamp(ceil_div(threads_of_sequence, kThreads), 1, multiprocessors);
   }
   launch_kernel(prepare_relative_bias_kernel,
-                {.blocks = table_blocks + range_blocks, .threads = kThreads}, launch,
+                {.blocks = table_blocks + time_blocks, .threads = kThreads}, launch,
                 "preparation of the relative bias", bias, batch, static_cast<int>(table_blocks));
 }
 

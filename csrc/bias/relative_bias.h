@@ -1,5 +1,5 @@
 // The kernel that runs before an attention kernel with a relative bias: it copies the tables in the
-// form that the attention kernels read, and finds the ranges of the keys' and of the rows' times.
+// form that the attention kernels read, and the times of the keys and of the rows by blocks of 8.
 #pragma once
 
 #include "../common/relative_bias.h"
@@ -9,37 +9,33 @@
 
 namespace hstu {
 
-// Takes the memory of PreparedBias. With tile_keys > 0 it has time_blocks in place of ranges:
-// enough of them that a tile of tile_keys keys can be read anywhere. With has_row_blocks it has
-// row_blocks in place of row_ranges.
+// Takes the memory of PreparedBias. With tile_keys > 0, the position table has the layout of sm90,
+// and a tile of tile_keys keys can be read anywhere in time_blocks. In the layout of sm80, a bias
+// without weights by position has a table of one zero.
 inline PreparedBias take_prepared_bias(Workspace& workspace, const RelativeBias& bias,
                                        const BatchParams& batch, int position_margin = 8,
-                                       int tile_keys = 0, bool has_row_blocks = false) {
+                                       int tile_keys = 0) {
   PreparedBias prepared;
   prepared.position_margin = position_margin;
-  if (bias.position.data) {
-    prepared.reach = (bias.position.size + 1) / 2;
-    prepared.position_copy_stride = round_up(bias.position.size + 2 * position_margin, 4);
+  prepared.has_position_of_blocks = tile_keys == 0;
+  if (bias.position.data || prepared.has_position_of_blocks) {
+    const int size = bias.position.data ? bias.position.size : 1;
+    const int heads = bias.position.data ? bias.position.heads : 1;
+    prepared.reach = (size + 1) / 2;
+    prepared.position_copy_stride = round_up(size + 2 * position_margin, 4);
     prepared.position_head_stride = int64_t{4} * prepared.position_copy_stride;
-    prepared.position = workspace.take<float>(bias.position.heads * prepared.position_head_stride);
+    prepared.position = workspace.take<float>(heads * prepared.position_head_stride);
   }
   if (bias.time.data) {
     prepared.time = workspace.take<float>(int64_t{bias.time.heads} * bias.time.size);
     prepared.cells = workspace.take<BucketCell>(kDifferenceCells);
     prepared.weight_cells = workspace.take<WeightCell>(int64_t{bias.time.heads} * kDifferenceCells);
     prepared.narrow_cells = workspace.take<NarrowCell>(int64_t{bias.time.heads} * kNarrowCells);
-    const int64_t blocks = WorkList::max_tiles(batch.total_k, batch.batch, 8);
-    if (tile_keys > 0) {
-      prepared.time_blocks = workspace.take<KeyBlockTimes>(blocks + tile_keys / 8 + 1);
-    } else {
-      prepared.ranges = workspace.take<TimeRange>(blocks);
-    }
-    const int64_t row_blocks = WorkList::max_tiles(batch.total_q, batch.batch, 8);
-    if (has_row_blocks) {
-      prepared.row_blocks = workspace.take<KeyBlockTimes>(row_blocks);
-    } else {
-      prepared.row_ranges = workspace.take<TimeRange>(row_blocks);
-    }
+    const int64_t more_blocks = tile_keys > 0 ? tile_keys / 8 + 1 : 0;
+    prepared.time_blocks = workspace.take<KeyBlockTimes>(
+        WorkList::max_tiles(batch.total_k, batch.batch, 8) + more_blocks);
+    prepared.row_blocks =
+        workspace.take<KeyBlockTimes>(WorkList::max_tiles(batch.total_q, batch.batch, 8));
   }
   return prepared;
 }

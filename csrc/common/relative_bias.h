@@ -137,6 +137,28 @@ HSTU_HOST_DEVICE DifferenceRange find_difference_range(const TimeRange& rows,
   return {0, past > future ? past : future};
 }
 
+// The same in 32 bits.
+struct NarrowDifferences {
+  uint32_t least;
+  uint32_t most;
+  bool is_wide;  // `most` needs more than 31 bits; neither is valid
+
+  HSTU_HOST_DEVICE NarrowDifferences(const TimeRange& rows, const TimeRange& keys) {
+    uint64_t past = static_cast<uint64_t>(rows.latest) - static_cast<uint64_t>(keys.earliest);
+    uint64_t future = static_cast<uint64_t>(rows.earliest) - static_cast<uint64_t>(keys.latest);
+    least = static_cast<uint32_t>(future);
+    if (keys.latest > rows.earliest) {  // seldom, if times are in order
+      if (rows.latest < keys.earliest) past = -past;
+      future = -future;
+      least = rows.latest <= keys.earliest ? static_cast<uint32_t>(past) : 0;
+      if (past < future) past = future;
+    }
+    is_wide = past > INT32_MAX;
+    most = static_cast<uint32_t>(past) & INT32_MAX;
+    if (least > most) least = most;
+  }
+};
+
 HSTU_HOST_DEVICE BucketRange find_bucket_range(const RelativeBias& bias,
                                                const DifferenceRange& differences) {
   return {bucket_of(bias, differences.least), bucket_of(bias, differences.most)};

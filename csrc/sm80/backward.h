@@ -88,10 +88,6 @@ struct Backward {
   static constexpr Reading kRowReading =
       kHasRelativeBias && kHeadDim == 256 ? Reading{1, true} : kTiles.reading;
 
-  // Finds the buckets of the next row tile's blocks during the last products of a step. Head dim
-  // 128 has too few registers for it.
-  static constexpr bool kFindsAhead = kHasRelativeBias && kHeadDim != 128;
-
   static constexpr int kScoreKeyWarps = kWarps / kTiles.score_row_warps;
   static constexpr int kGroup = kKeys / kScoreKeyWarps < 32 ? 16 : 32;
   using Order = std::conditional_t<kHasRelativeBias, NaturalOrder, KeyOrder<kGroup>>;
@@ -103,6 +99,7 @@ struct Backward {
   using KeySum = typename KeyMma::template Sum<kKeys, kHeadDim>;
   using RowSum = typename RowMma::template Sum<kRows, kHeadDim>;
   using Diagonals = DiagonalSums<kRows, kKeys, kWarps, ScoreMma>;
+  using Times = TimeSums<Tile, ScoreMma>;
   using HeadBias = std::conditional_t<kHasRelativeBias, RelativeMatrix, BiasMatrix>;
   using HeadDrab = std::conditional_t<kHasRelativeBias, ZeroChunk, BiasMatrix>;
   using Queue = std::conditional_t<kIsShort, SequenceQueue<kKeys, /*kByKeys=*/true>, WorkQueue>;
@@ -201,7 +198,11 @@ struct Backward {
       if (kIsShort) return TileKind::kPartial;
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
-      return kIsDeterministic && kind == TileKind::kEmpty ? TileKind::kPartial : kind;
+      if (kIsDeterministic && kind == TileKind::kEmpty) return TileKind::kPartial;
+      if constexpr (kHasRelativeBias) {
+        return RelativeTile<Tile>::kind_with_bias(kind, sequence, m * kRows, work.index * kKeys);
+      }
+      return kind;
     });
   }
 
@@ -248,10 +249,7 @@ struct Backward {
     const auto dq_index = [&](int row_tile) {
       return (smem.first_row_tile + row_tile) * params.heads + head;
     };
-    [[maybe_unused]] TimeBlock block;  // of the next row tile
-    if constexpr (kFindsAhead) {
-      block = bias_of_tile(params, sequence, row_tile * kRows, k0, smem).find_block(row_tile >= 0);
-    }
+    [[maybe_unused]] typename Times::Kept time_sums;
     const int next_stage = kStages - 1;
     for (int stage = 0; row_tile >= 0; stage ^= next_stage) {
       const int r0 = row_tile * kRows;
@@ -268,16 +266,18 @@ struct Backward {
       auto bias = bias_of_tile(params, sequence, r0, k0, smem);
       if constexpr (kHasDenseBias) bias.fetch(r0, k0);
       const int next = smem.map.before(row_tile);
+      [[maybe_unused]] TimeBlock block;
       if constexpr (kHasRelativeBias) {
-        if constexpr (!kFindsAhead) block = smem.bias.weights ? bias.find_block(true) : TimeBlock{};
-        if (smem.map.has_partial(row_tile)) bias.hide_block(params.mask, head, block);
-        bias.copy_to(block, scores);
+        block = bias.start(params.mask, head, smem.map.has_partial(row_tile), scores);
       }
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled; the other stage, P and dS have been read
       if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
       if constexpr (kHasDenseBias) bias.copy_to(scores);
       gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, smem_q, smem_k);
+      if constexpr (kHasRelativeBias) {
+        bias.scale(0.5f * static_cast<float>(params.alpha), block, scores);
+      }
 
       if constexpr (kBias != ScoreBias::kNone) {
         if (next >= 0) bias.prefetch(next * kRows, k0);
@@ -296,7 +296,7 @@ struct Backward {
       to_smem<ScoreMma, kRows, kKeys>(gradients, smem.ds);
       if constexpr (kHasRelativeBias) {
         if (buffers.sums.time.words) {
-          TimeSums<Tile, ScoreMma>::add(bias, block, gradients, smem.ds, buffers.sums.time);
+          Times::add(bias, block, gradients, smem.ds, buffers.sums.time, time_sums);
         }
       }
       if constexpr (kHasDenseBias) {
@@ -321,11 +321,6 @@ struct Backward {
                          smem.bias, buffers.sums.position);
         }
       }
-      if constexpr (kFindsAhead) {
-        // NOTE: the row tile is looked up again, because no register can keep `next` until here.
-        const int found = kHeadDim > 32 ? smem.map.before(row_tile) : next;
-        block = bias_of_tile(params, sequence, found * kRows, k0, smem).find_block(found >= 0);
-      }
       // dV += P^T dO
       gemm<KeyMma, Operand::kTransposed, Operand::kTransposed, kTiles.reading>(dv, smem_p,
                                                                                smem_dout);
@@ -345,6 +340,11 @@ struct Backward {
       }
       // NOTE: with a relative bias, no register can keep `next` until here.
       row_tile = kHasRelativeBias && kHeadDim > 32 ? smem.map.before(row_tile) : next;
+    }
+    if constexpr (kHasRelativeBias) {
+      if (buffers.sums.time.words) {
+        Times::add_kept(smem.bias.time_entry, buffers.sums.time, true, time_sums);
+      }
     }
 
     // dK = alpha * scale * dK and dV = scale * dV, rounded once
@@ -374,13 +374,14 @@ struct Backward {
     }
   }
 
+  // With a relative bias, p is alpha / 2 * S.
   static HSTU_DEVICE void silu_and_mask(const BackwardParams& params, int head, int r0, int k0,
                                         bool is_partial, const Sequence& sequence,
                                         typename Tile::Sum& p, typename Tile::Sum& dx) {
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
     for (int n = 0; n < Tile::Sum::kCount; ++n) {
-      const float x = half_alpha * p.values[n];
+      const float x = kHasRelativeBias ? p.values[n] : half_alpha * p.values[n];
       const float t = ptx::tanh_approx(x);
       p.values[n] = silu_of_half(x, t);
       dx.values[n] *= silu_derivative_of_half(x, t);

@@ -122,7 +122,11 @@ struct Forward {
     smem.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
       // A mask given row by row has no summaries without a list.
       if (kIsShort && is_given_by_row(params.mask)) return TileKind::kPartial;
-      return list.classify<kRows, kKeys>(params.mask, work, head, work.index, n);
+      const TileKind kind = list.classify<kRows, kKeys>(params.mask, work, head, work.index, n);
+      if constexpr (kHasRelativeBias) {
+        return RelativeTile<Tile>::kind_with_bias(kind, sequence, r0, n * kKeys);
+      }
+      return kind;
     });
     __syncthreads();
 
@@ -143,10 +147,6 @@ struct Forward {
     }
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
     Out out = {};
-    [[maybe_unused]] TimeBlock block;  // of the next tile
-    if constexpr (kHasRelativeBias) {
-      block = bias_of_tile(params, sequence, r0, tile * kKeys, smem).find_block(tile >= 0);
-    }
     constexpr int kNextStage = kStages - 1;
     for (int stage = 0; tile >= 0; stage ^= kNextStage) {
       const int k0 = tile * kKeys;
@@ -159,21 +159,14 @@ struct Forward {
       if constexpr (kBias != ScoreBias::kNone) {
         if (next >= 0) bias.prefetch(r0, next * kKeys);
       }
+      [[maybe_unused]] TimeBlock block;
       if constexpr (kHasRelativeBias) {
-        if (smem.map.has_partial(tile)) bias.hide_block(params.mask, head, block);
-        bias.copy_to(block, scores);
+        block = bias.start(params.mask, head, smem.map.has_partial(tile), scores);
       }
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled, and the other one has been read
       if (kStages == 2 && next >= 0) copy_keys(next * kKeys, stage ^ 1);
       if constexpr (kHasDenseBias) bias.copy_to(scores);
-      if constexpr (kHasRelativeBias) {
-        // NOTE: without a branch, the compiler mixes this with the product, for which head dims
-        // from 128 on have too few registers.
-        if (kHeadDim < 128 || next >= 0) {
-          block = bias_of_tile(params, sequence, r0, next * kKeys, smem).find_block(next >= 0);
-        }
-      }
       const auto smem_k = rows_tile<kKeys, kHeadDim>(smem.k[stage]);
       if constexpr (kTiles.keeps_q) {
         gemm_registers<RowMma, Operand::kRows, kTiles.reading>(scores, registers_q, smem_k);
@@ -181,10 +174,12 @@ struct Forward {
         gemm<RowMma, Operand::kRows, Operand::kRows, kTiles.reading>(scores, smem_q, smem_k);
       }
 
+      if constexpr (kHasRelativeBias) bias.scale(half_alpha, block, scores);
+
       // P = M * silu(alpha * S)
 #pragma unroll
       for (float& score : scores.values) {
-        const float x = half_alpha * score;
+        const float x = kHasRelativeBias ? score : half_alpha * score;
         score = silu_of_half(x, ptx::tanh_approx(x));
       }
       if (smem.map.has_partial(tile)) {

@@ -4,6 +4,9 @@
 // 1 of row g of each block (m, n): they are columns 2n and 2n + 1 of row m of the fragment. Lane 4n
 // + m finds the buckets of block (m, n) from the ranges of the rows' and the keys' times, and
 // passes them to the other lanes by shuffles.
+//
+// The accumulators of S begin with the weights by position, to which those by time are added where
+// a block has several buckets. After the product, the blocks that have one bucket get its weight.
 #pragma once
 
 #include "../bias/relative_bias.h"
@@ -25,57 +28,59 @@ HSTU_DEVICE float warp_sum(float x) {
 // The relative bias of one sequence and head.
 // NOTE: kernels keep it in shared memory, to leave the registers to the accumulators.
 struct RelativeMatrix {
-  const float* position = nullptr;  // null: no weights by position
-  const float* weights = nullptr;   // by time; null: none
-  const BucketCell* cells = nullptr;
-  const WeightCell* weight_cells = nullptr;
+  const float4* position = nullptr;
+  int positions = 0;               // entries of the table
+  const float* weights = nullptr;  // by time; null: none
+  const NarrowCell* cells = nullptr;
   const int64_t* key_times = nullptr;
   const int64_t* row_times = nullptr;
   int last_row_time = 0;  // last index of row_times, used for later rows, too
-  const TimeRange* key_ranges = nullptr;
-  const TimeRange* row_ranges = nullptr;
+  const KeyBlockTimes* key_blocks = nullptr;
+  const KeyBlockTimes* row_blocks = nullptr;
   int64_t position_entry = 0;  // the head's first entry in the tables
   int64_t time_entry = 0;
 
   HSTU_DEVICE RelativeMatrix(const RelativeBias& bias, const Sequence& sequence, int b, int head,
                              int heads) {
     const PreparedBias& prepared = bias.prepared;
-    if (bias.position.data) {
-      const int table_head = head / (heads / bias.position.heads);
-      position = prepared.position + table_head * prepared.position_head_stride;
-      position_entry = int64_t{table_head} * bias.position.size;
-    }
+    // NOTE: without weights by position, the prepared table has a zero.
+    const int position_head = bias.position.data ? head / (heads / bias.position.heads) : 0;
+    position = reinterpret_cast<const float4*>(prepared.position +
+                                               position_head * prepared.position_head_stride);
+    positions = bias.position.data ? bias.position.size : 1;
+    position_entry = int64_t{position_head} * positions;
     if (bias.time.data) {
-      time_entry = int64_t{head / (heads / bias.time.heads)} * bias.time.size;
+      const int table_head = head / (heads / bias.time.heads);
+      time_entry = int64_t{table_head} * bias.time.size;
       weights = prepared.time + time_entry;
-      cells = prepared.cells;
-      weight_cells = prepared.weight_cells + time_entry / bias.time.size * kDifferenceCells;
+      cells = prepared.narrow_cells + table_head * kNarrowCells;
       key_times = bias.timestamps + sequence.k_begin;
       // A row's time is that of the next event.
       row_times = bias.row_timestamps ? bias.row_timestamps + sequence.q_begin
                                       : key_times + sequence.offset + 1;
       last_row_time = bias.row_timestamps ? sequence.q_len - 1 : sequence.q_len - 2;
-      key_ranges = prepared.ranges + first_tile(sequence.k_begin, b, 8);
-      row_ranges = prepared.row_ranges + first_tile(sequence.q_begin, b, 8);
+      key_blocks = prepared.time_blocks + first_tile(sequence.k_begin, b, 8);
+      row_blocks = prepared.row_blocks + first_tile(sequence.q_begin, b, 8);
     }
   }
 };
 
-// The buckets and times of a lane's block.
+// The buckets of a lane's block.
 struct TimeBlock {
-  static constexpr int kHidden = -1;  // the mask hides the block
-  static constexpr int kSeveral = -2;
+  static constexpr int kHidden = -1;   // the mask hides the block
+  static constexpr int kSeveral = -2;  // more than two, or not known
+  static constexpr int kWide = -3;     // the same, and differences of times need more than 31 bits
 
-  // The bucket of the earlier keys, and that of the later ones, which differ by 1 or less; or
-  // kHidden, or kSeveral buckets.
-  // NOTE: they are in one word, because registers are few.
-  int buckets = 1;
-  float weight = 0;  // weight of the earlier keys; 0 if the bucket is not known
+  // Twice bucket(), plus 1 if the block has two buckets.
+  // NOTE: this is one word, because registers are few.
+  int word = 2 * kHidden;
+  float weight = 0;  // of a block with one bucket; 0 for others
 
-  HSTU_DEVICE void set_buckets(int early, int late) { buckets = early * 4 + late - early + 1; }
-  HSTU_DEVICE int bucket() const { return buckets >> 2; }
-  HSTU_DEVICE int late_bucket() const { return bucket() + (buckets & 3) - 1; }
-  HSTU_DEVICE bool has_two() const { return (buckets & 3) != 1; }
+  // The lower bucket, or kHidden, kSeveral or kWide.
+  HSTU_DEVICE int bucket() const { return word >> 1; }
+  HSTU_DEVICE bool has_two() const { return (word & 1) != 0; }
+  HSTU_DEVICE int last_bucket() const { return bucket() + (word & 1); }
+  HSTU_DEVICE bool has_several() const { return bucket() <= kSeveral; }
 };
 
 // A thread's fragment of the tile that begins with row r0 and key k0.
@@ -86,82 +91,47 @@ class RelativeTile {
                            const Sequence& sequence, int r0, int k0)
       : bias_(bias), matrix_(matrix), sequence_(sequence), r0_(r0), k0_(k0) {}
 
-  // Finds the buckets of the lane's block if `condition` is true.
-  // NOTE: there are no branches, so that the instructions of what the kernel does next are issued
-  // while loads are in flight.
-  HSTU_DEVICE TimeBlock find_block(bool condition) const {
-    condition &= matrix_.weights != nullptr;
-    const TimeRange rows = load_range(condition, matrix_.row_ranges + own_row() / 8);
-    const TimeRange keys = load_range(condition, matrix_.key_ranges + own_key() / 8);
-    const uint64_t a = time_difference(rows.latest, keys.earliest);
-    const uint64_t b = time_difference(rows.earliest, keys.latest);
-    const bool is_past = keys.latest <= rows.earliest;
-    const bool is_apart = is_past | (rows.latest <= keys.earliest);
-    const uint64_t least = is_apart ? min(a, b) : 0;
-    const uint64_t most = max(a, b);
-    const BucketCell low = load_cell(condition, least);
-    const BucketCell high = load_cell(condition, most);
-    const int first = bucket_in(low, least);
-    const int last = bucket_in(high, most);
-    const bool is_known = (low.count <= 1) & (high.count <= 1);
-    const bool has_two = (first + 1 == last) & is_apart & (most - least <= INT32_MAX);
+  // Returns the kind of the tile that begins with row r0 and key k0. Rows and keys past the end of
+  // the sequence have weights, too, so that the mask has to hide them.
+  static HSTU_DEVICE TileKind kind_with_bias(TileKind kind, const Sequence& sequence, int r0,
+                                             int k0) {
+    const bool is_at_end =
+        sequence.q_len - r0 < Tile::kTileRows || sequence.k_len - k0 < Tile::kTileKeys;
+    return kind == TileKind::kFull && is_at_end ? TileKind::kPartial : kind;
+  }
+
+  // Sets the scores to the weights by position, and adds those by time of blocks with several
+  // buckets. Returns the buckets of the lane's block. The mask is_partial if it hides scores of the
+  // tile.
+  template <typename Sum>
+  HSTU_DEVICE TimeBlock start(const MaskParams& mask, int head, bool is_partial,
+                              Sum& scores) const {
     TimeBlock block;
-    block.set_buckets(is_past ? last : first, is_past ? first : last);
-    TimeBlock several;
-    several.set_buckets(TimeBlock::kSeveral, TimeBlock::kSeveral);
-    block.buckets = is_known & ((first == last) | has_two) ? block.buckets : several.buckets;
-    uint32_t weight = 0;
-    ptx::ld_if(condition && block.bucket() >= 0,
-               reinterpret_cast<const uint32_t*>(matrix_.weights + block.bucket()), weight);
-    block.weight = __uint_as_float(weight);
+    if (!matrix_.weights) {
+      copy_position_to(scores);
+      return block;
+    }
+    const TimeRange rows = load_cell(&row_block(own_row())->range);
+    const TimeRange keys = load_cell(&key_block(own_key())->range);
+    copy_position_to(scores);
+    block = find_block(rows, keys);
+    if (is_partial) hide_block(mask, head, block);
+    if (blocks_where(block.has_two() || block.has_several()) != 0) add_mixed_blocks(block, scores);
     return block;
   }
 
-  // Marks a block that the mask hides as kHidden, with weight 0.
-  HSTU_DEVICE void hide_block(const MaskParams& params, int head, TimeBlock& block) const {
-    if (!matrix_.weights) return;
-    const Mask mask(params, sequence_, head);
-    if (mask.arbitrary()) return;
-    const int row = own_row();
-    const int key = own_key();
-    const KeyIntervals visible = mask.kv_intervals(row, min(row + 8, sequence_.q_len));
-    bool is_visible = false;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      is_visible |= visible.interval[n].begin < key + 8 && key < visible.interval[n].end;
-    }
-    if (is_visible) return;
-    block.set_buckets(TimeBlock::kHidden, TimeBlock::kHidden);
-    block.weight = 0;
-  }
-
-  // scores = bias, with zeros past the end of the sequence
+  // scores = half_alpha * (scores + weights by time of blocks with one bucket)
+  // NOTE: there are no branches, so that the compiler mixes this with the product before it.
   template <typename Sum>
-  HSTU_DEVICE void copy_to(const TimeBlock& own, Sum& scores) const {
-    const PositionPairs position = load_position();
-    if (matrix_.weights) {
-      copy_sums_to(own, position, scores);
-    } else {
+  HSTU_DEVICE void scale(float half_alpha, const TimeBlock& own, Sum& scores) const {
+    const float weight = half_alpha * own.weight;
+#pragma unroll
+    for (int n = 0; n < kKeyBlocks; ++n) {
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
-#pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) {
-          const float2 pair = position.of_block(m, n);
-          scores.at(m, 2 * n) = pair.x;
-          scores.at(m, 2 * n + 1) = pair.y;
-        }
-      }
-    }
-    const int rows = sequence_.q_len - r0_;
-    const int keys = sequence_.k_len - k0_;
-    if (rows >= Tile::kTileRows && keys >= Tile::kTileKeys) return;
-    const Tile tile;
-#pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) {
-      const int keys_of_row = tile.first_row + Tile::row_offset(m) < rows ? keys : 0;
-#pragma unroll
-      for (int n = 0; n < Tile::kThreadColumns; ++n) {
-        if (tile.first_key + Tile::key_offset(n) >= keys_of_row) scores.at(m, n) = 0;
+        const float addend = of_block(weight, m, n);
+        scores.at(m, 2 * n) = fmaf(half_alpha, scores.at(m, 2 * n), addend);
+        scores.at(m, 2 * n + 1) = fmaf(half_alpha, scores.at(m, 2 * n + 1), addend);
       }
     }
   }
@@ -169,21 +139,20 @@ class RelativeTile {
   // Prefetches what this reads for the tile that begins with row r0 and key k0 into the L1 cache.
   // Called by all threads of the block.
   HSTU_DEVICE void prefetch(int r0, int k0) const {
-    const int warp = bounded_thread_idx() / 32;
-    if (warp == 0 && matrix_.position) {
-      // Lane 2n + c prefetches cache line n of copy c of the table.
-      static_assert(kTileSpan <= 15 * 32, "a warp prefetches the entries of a tile");
-      const int size = bias_.position.size;
-      const int of_tile = size / 2 + k0 - (r0 + sequence_.offset);
-      const int entry = of_tile - Tile::kTileRows + lane() / 2 * 32;
-      const float* const copy = matrix_.position + lane() % 2 * bias_.prepared.position_copy_stride;
-      if (lane() / 2 <= kTileSpan / 32) ptx::prefetch_l1(copy + min(max(entry, -8), size) + 8);
-    } else if (warp == 1 && matrix_.weights) {
-      prefetch_times(matrix_.key_times, k0, Tile::kTileKeys, sequence_.k_len - 1);
-      prefetch_ranges(matrix_.key_ranges, k0, Tile::kTileKeys, sequence_.k_len - 1);
-    } else if (warp == 2 && matrix_.weights) {
-      prefetch_times(matrix_.row_times, r0, Tile::kTileRows, matrix_.last_row_time);
-      prefetch_ranges(matrix_.row_ranges, r0, Tile::kTileRows, sequence_.q_len - 1);
+    const int thread = bounded_thread_idx();
+    constexpr int kLines = ceil_div(Tile::kTileRows + Tile::kTileKeys, 8) + 1;  // of 8 entries
+    static_assert(kLines <= 64 && Tile::kTileRows <= 128 && Tile::kTileKeys <= 128);
+    if (thread < kLines) {
+      const int of_tile = matrix_.positions / 2 + k0 - (r0 + sequence_.offset);
+      const int entry = of_tile - Tile::kTileRows + thread * 8;
+      ptx::prefetch_l1(matrix_.position + min(max(entry, -1), matrix_.positions + 7) +
+                       bias_.prepared.position_margin);
+    } else if (thread >= 64 && thread < 96 && matrix_.weights) {
+      const int block = thread % 16 * 8;
+      const bool is_row = thread % 32 >= 16;
+      if (block < (is_row ? Tile::kTileRows : Tile::kTileKeys)) {
+        ptx::prefetch_l1(is_row ? row_block(r0 + block) : key_block(k0 + block));
+      }
     }
   }
 
@@ -201,68 +170,34 @@ class RelativeTile {
     }
   }
 
-  // The time differences of the thread's row of the tile and of its keys `key` and `key` + 1.
-  struct TwoDifferences {
-    uint64_t first;
-    uint64_t second;
-  };
-  HSTU_DEVICE TwoDifferences differences_of(int row, int key) const {
-    const int64_t row_time = __ldg(matrix_.row_times + min(r0_ + row, matrix_.last_row_time));
-    const int last = sequence_.k_len - 1;
-    return {time_difference(row_time, __ldg(matrix_.key_times + min(k0_ + key, last))),
-            time_difference(row_time, __ldg(matrix_.key_times + min(k0_ + key + 1, last)))};
+  // The low word of the time of a row of the tile, and those of two keys. Past the end of the
+  // sequence they are of other rows or keys.
+  HSTU_DEVICE uint32_t load_row_time(int row) const {
+    return __ldg(&row_block(r0_ + row)->times[row % 8]);
+  }
+  HSTU_DEVICE uint2 load_key_times(int key) const {
+    return __ldg(reinterpret_cast<const uint2*>(&key_block(k0_ + key)->times[key % 8]));
+  }
+  // The difference of two times, if it needs no more than 31 bits.
+  static HSTU_DEVICE uint32_t difference_of(uint32_t row_time, uint32_t key_time) {
+    return static_cast<uint32_t>(abs(static_cast<int>(row_time - key_time)));
+  }
+
+  // Differences of times from here on are in the second bucket of the lane's block, if it has two.
+  HSTU_DEVICE uint32_t load_threshold(const TimeBlock& own) const {
+    return own.has_two() ? static_cast<uint32_t>(__ldg(bias_.thresholds + own.bucket())) : 0;
   }
 
   struct TwoBuckets {
     int first;
     int second;
   };
-  HSTU_DEVICE TwoBuckets buckets_of(const TwoDifferences& differences) const {
-    // NOTE: both cells are loaded before the first branch.
-    const BucketCell low = load_cell(true, differences.first);
-    const BucketCell high = load_cell(true, differences.second);
-    TwoBuckets result = {bucket_in(low, differences.first), bucket_in(high, differences.second)};
-    if (low.count > 1) result.first = bucket_of(bias_, differences.first);
-    if (high.count > 1) result.second = bucket_of(bias_, differences.second);
-    return result;
-  }
-
-  // The keys of the lane's block with two buckets are early if the low word of row time + origin -
-  // key time is not negative: differences of times in the block span less than 2^31.
-  HSTU_DEVICE uint32_t origin_of(const TimeBlock& own) const {
-    if (!own.has_two()) return 0;
-    const int first = min(own.bucket(), own.late_bucket());
-    const uint32_t threshold = static_cast<uint32_t>(__ldg(bias_.thresholds + first));
-    return own.late_bucket() == first ? -threshold : threshold - 1;
-  }
-
-  // The low words of the times of the thread's rows.
-  struct RowTimes {
-    uint32_t words[Tile::kThreadRows];
-  };
-  HSTU_DEVICE RowTimes load_row_times() const {
-    const Tile tile;
-    RowTimes times;
-#pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) {
-      const int row = r0_ + tile.first_row + Tile::row_offset(m);
-      times.words[m] =
-          static_cast<uint32_t>(__ldg(matrix_.row_times + min(row, matrix_.last_row_time)));
-    }
-    return times;
-  }
-
-  // The low words of the times of the thread's keys in column n of blocks.
-  struct KeyTimes {
-    uint32_t words[2];
-  };
-  HSTU_DEVICE KeyTimes load_key_times(int n) const {
-    const Tile tile;
-    const int64_t* const times = matrix_.key_times;
-    const int key = k0_ + tile.first_key + Tile::key_offset(2 * n);
-    const int last = sequence_.k_len - 1;
-    return {static_cast<uint32_t>(__ldg(times + min(key, last))),
-            static_cast<uint32_t>(__ldg(times + min(key + 1, last)))};
+  // The buckets of the thread's two scores in a block.
+  HSTU_DEVICE TwoBuckets buckets_of(int row, int key, bool is_wide) const {
+    if (is_wide) return wide_buckets_of(row, key);
+    const TwoCells found = load_cells(row, key);
+    return {bucket_in(found.cells[0], found.differences[0]),
+            bucket_in(found.cells[1], found.differences[1])};
   }
 
   HSTU_DEVICE int64_t time_entry() const { return matrix_.time_entry; }
@@ -273,18 +208,78 @@ class RelativeTile {
 
   static HSTU_DEVICE int lane() { return bounded_thread_idx() % 32; }
 
+  static HSTU_DEVICE bool has_own_block() {
+    return lane() / 4 < kKeyBlocks && lane() % 4 < kRowBlocks;
+  }
   // The blocks whose lanes' condition is true: bit 4n + m is block (m, n).
   static HSTU_DEVICE uint32_t blocks_where(bool condition) {
-    const bool has_own = lane() / 4 < kKeyBlocks && lane() % 4 < kRowBlocks;
-    return __ballot_sync(kAllLanes, has_own && condition);
+    return __ballot_sync(kAllLanes, has_own_block() && condition);
   }
-  // A value of the lane that has found block (m, n).
+  // A value of the lane that has found block (m, n), or the block with this index.
   template <typename T>
   static HSTU_DEVICE T of_block(T value, int m, int n) {
-    return __shfl_sync(kAllLanes, value, 4 * n + m);
+    return of_block(value, 4 * n + m);
+  }
+  template <typename T>
+  static HSTU_DEVICE T of_block(T value, int index) {
+    return __shfl_sync(kAllLanes, value, index);
   }
 
  private:
+  // scores = weights by position
+  template <typename Sum>
+  HSTU_DEVICE void copy_position_to(Sum& scores) const {
+    const Tile tile;
+    const int size = matrix_.positions;
+    // The entries of the table for the tile's and for the thread's first row and key.
+    const int of_tile = size / 2 + k0_ - (r0_ + sequence_.offset);
+    const int of_thread = of_tile + tile.first_key - tile.first_row;
+    const float4* const from = matrix_.position + bias_.prepared.position_margin;
+    if (of_tile >= Tile::kTileRows && of_tile + Tile::kTileKeys <= size) {
+      for_each_position(scores, [&](int distance) { return __ldg(from + of_thread + distance); });
+    } else {
+      for_each_position(scores, [&](int distance) {
+        return __ldg(from + min(max(of_thread + distance, -1), size + 7));
+      });
+    }
+  }
+
+  // Finds the buckets of the lane's block.
+  HSTU_DEVICE TimeBlock find_block(const TimeRange& rows, const TimeRange& keys) const {
+    TimeBlock block;
+    const NarrowDifferences differences(rows, keys);
+    const NarrowCell first = load_cell(matrix_.cells + difference_cell(differences.least));
+    const NarrowCell last = load_cell(matrix_.cells + difference_cell(differences.most));
+    const bool is_second = differences.least >= first.threshold;
+    const uint32_t lowest = first.bucket + is_second;
+    const uint32_t highest = last.bucket + (differences.most >= last.threshold);
+    const bool is_known = ((first.bucket | last.bucket) & NarrowCell::kSeveral) == 0;
+    block.word = is_known && highest - lowest <= 1 ? lowest + highest : 2 * TimeBlock::kSeveral;
+    block.weight = is_second ? first.high : first.low;
+    if (differences.is_wide) {
+      const BucketRange range = find_bucket_range(bias_, rows, keys);
+      block.word = 2 * (range.first == range.last ? range.first : TimeBlock::kWide);
+      block.weight = __ldg(matrix_.weights + range.first);
+    }
+    if (block.has_two() || block.has_several()) block.weight = 0;
+    return block;
+  }
+
+  // Marks a block that the mask hides as kHidden, with weight 0.
+  HSTU_DEVICE void hide_block(const MaskParams& params, int head, TimeBlock& block) const {
+    const Mask mask(params, sequence_, head);
+    if (mask.arbitrary()) return;
+    const int row = own_row();
+    const int key = own_key();
+    const KeyIntervals visible = mask.kv_intervals(row, min(row + 8, sequence_.q_len));
+    bool is_visible = false;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      is_visible |= visible.interval[n].begin < key + 8 && key < visible.interval[n].end;
+    }
+    if (!is_visible) block = {};
+  }
+
   // The first row and the first key of the lane's block.
   // NOTE: lanes without a block of their own repeat another lane's.
   HSTU_DEVICE int own_row() const {
@@ -296,153 +291,117 @@ class RelativeTile {
     return min(k0_ + first + Tile::key_offset(lane() / 4 % kKeyBlocks * 2), sequence_.k_len - 1);
   }
 
-  static HSTU_DEVICE TimeRange load_range(bool condition, const TimeRange* range) {
-    uint32_t words[4] = {};
-    ptx::ld_if(condition, reinterpret_cast<const uint32_t*>(range), words[0], words[1], words[2],
-               words[3]);
-    return {static_cast<int64_t>(join(words[0], words[1])),
-            static_cast<int64_t>(join(words[2], words[3]))};
+  // The times of the 8 rows or keys that have this one, or of the last ones of the sequence.
+  HSTU_DEVICE const KeyBlockTimes* row_block(int row) const {
+    return matrix_.row_blocks + min(row, sequence_.q_len - 1) / 8;
   }
-  static HSTU_DEVICE uint64_t join(uint32_t low, uint32_t high) {
-    return low | static_cast<uint64_t>(high) << 32;
+  HSTU_DEVICE const KeyBlockTimes* key_block(int key) const {
+    return matrix_.key_blocks + min(key, sequence_.k_len - 1) / 8;
   }
 
-  // Prefetches times [first, first + count). Each lane prefetches a cache line of 16 times.
-  static HSTU_DEVICE void prefetch_times(const int64_t* times, int first, int count, int last) {
-    if (lane() <= count / 16) ptx::prefetch_l1(times + min(first + lane() * 16, last));
-  }
-  // Prefetches the ranges of these times. Each lane prefetches a cache line of 8 ranges.
-  static HSTU_DEVICE void prefetch_ranges(const TimeRange* ranges, int first, int count, int last) {
-    if (lane() <= count / 64) ptx::prefetch_l1(ranges + min(first / 8 + lane() * 8, last / 8));
-  }
-
-  // The weights by position of the thread's scores. The distances of blocks are multiples of 8, and
-  // many blocks have the same one.
-  static constexpr int kTileSpan = Tile::kTileRows + Tile::kTileKeys;
-  static HSTU_DEVICE int block_distance(int m, int n) {
-    return Tile::key_offset(2 * n) - Tile::row_offset(m);
-  }
-  struct PositionPairs {
-    float2 pairs[kTileSpan / 8];  // from block (kRowBlocks - 1, 0) on; some belong to no block
-
-    HSTU_DEVICE float2 of_block(int m, int n) const {
-      return pairs[(block_distance(m, n) - block_distance(kRowBlocks - 1, 0)) / 8];
-    }
-  };
-  HSTU_DEVICE PositionPairs load_position() const {
-    PositionPairs result;
-    auto& pairs = result.pairs;
-    if (!matrix_.position) {
+  // Calls entries_at(distance) for each block of 16 rows by 8 keys, where `distance` is that of the
+  // thread's first row and key in it, relative to those of the tile.
+  template <typename Sum, typename EntriesAt>
+  static HSTU_DEVICE void for_each_position(Sum& scores, EntriesAt entries_at) {
 #pragma unroll
-      for (float2& pair : pairs) pair = {0, 0};
-      return result;
-    }
-    const Tile tile;
-    const int size = bias_.position.size;
-    // The entries of the table for the tile's and for the thread's first row and key, and for the
-    // first pair.
-    const int of_tile = size / 2 + k0_ - (r0_ + sequence_.offset);
-    const int of_thread = of_tile + tile.first_key - tile.first_row;
-    const int first = of_thread + block_distance(kRowBlocks - 1, 0);
-    if (of_tile >= Tile::kTileRows && of_tile + Tile::kTileKeys <= size) {
-      // All pairs are in the same copy of the table.
-      const float2* const from = position_entries(first);
+    for (int n = 0; n < Sum::kColumnBlocks; ++n) {
 #pragma unroll
-      for (int n = 0; n < kTileSpan / 8; ++n) pairs[n] = __ldg(from + 4 * n);
-    } else {
-#pragma unroll
-      for (int n = 0; n < kTileSpan / 8; ++n) {
-        pairs[n] = __ldg(position_entries(min(max(first + 8 * n, -8), size)));
+      for (int m = 0; m < Sum::kRowBlocks; ++m) {
+        const float4 entries = entries_at(Tile::key_offset(2 * n) - Tile::row_offset(2 * m));
+        float* const block = scores.block(m, n);
+        block[0] = entries.x;
+        block[1] = entries.y;
+        block[2] = entries.z;
+        block[3] = entries.w;
       }
+    }
+  }
+
+  // The differences of times of the thread's two scores in a block, and their cells.
+  struct TwoCells {
+    uint32_t differences[2];
+    NarrowCell cells[2];
+  };
+  HSTU_DEVICE TwoCells load_cells(int row, int key) const {
+    const uint32_t row_time = load_row_time(row);
+    const uint2 key_times = load_key_times(key);
+    TwoCells result = {{difference_of(row_time, key_times.x), difference_of(row_time, key_times.y)},
+                       {}};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      result.cells[n] = load_cell(matrix_.cells + difference_cell(result.differences[n]));
     }
     return result;
   }
-
-  // Returns the position table from an entry on. The prepared table has 8 more entries before its
-  // first and after its last one.
-  // NOTE: copy n of the table begins with its entry n, so that any two entries are aligned to 8
-  // bytes in one copy.
-  HSTU_DEVICE const float2* position_entries(int entry) const {
-    const int place = entry + 8;
-    const int copy = place & 1;
-    return reinterpret_cast<const float2*>(
-        matrix_.position + copy * bias_.prepared.position_copy_stride + (place - copy));
+  HSTU_DEVICE int bucket_in(const NarrowCell& cell, uint32_t difference) const {
+    if (cell.bucket == NarrowCell::kSeveral) return bucket_of(bias_, difference);
+    return static_cast<int>(cell.bucket + (difference >= cell.threshold));
+  }
+  HSTU_DEVICE float weight_in(const NarrowCell& cell, uint32_t difference) const {
+    if (cell.bucket == NarrowCell::kSeveral) {
+      return __ldg(matrix_.weights + bucket_of(bias_, difference));
+    }
+    return difference >= cell.threshold ? cell.high : cell.low;
+  }
+  HSTU_DEVICE TwoBuckets wide_buckets_of(int row, int key) const {
+    const int64_t row_time = __ldg(matrix_.row_times + min(r0_ + row, matrix_.last_row_time));
+    const int last = sequence_.k_len - 1;
+    const int64_t first = __ldg(matrix_.key_times + min(k0_ + key, last));
+    const int64_t second = __ldg(matrix_.key_times + min(k0_ + key + 1, last));
+    return {bucket_of(bias_, time_difference(row_time, first)),
+            bucket_of(bias_, time_difference(row_time, second))};
   }
 
-  HSTU_DEVICE BucketCell load_cell(bool condition, uint64_t difference) const {
-    uint32_t words[4] = {};
-    ptx::ld_if(condition,
-               reinterpret_cast<const uint32_t*>(matrix_.cells + difference_cell(difference)),
-               words[0], words[1], words[2], words[3]);
-    return {join(words[0], words[1]), static_cast<int>(words[2]), static_cast<int>(words[3])};
-  }
-  // The bucket, if the cell has at most one threshold.
-  static HSTU_DEVICE int bucket_in(const BucketCell& cell, uint64_t difference) {
-    return cell.first + (cell.count > 0 && difference >= cell.threshold);
-  }
-
+  // Adds the weights of blocks with two or more buckets.
   template <typename Sum>
-  HSTU_DEVICE void copy_sums_to(const TimeBlock& own, const PositionPairs& position,
-                                Sum& scores) const {
+  HSTU_DEVICE void add_mixed_blocks(const TimeBlock& own, Sum& scores) const {
     const uint32_t split = blocks_where(own.has_two());
-    RowTimes rows = {};
-    uint32_t origin = 0;
-    float late_weight = 0;
-    if (split) {
-      rows = load_row_times();
-      origin = origin_of(own);
-      late_weight = own.has_two() ? __ldg(matrix_.weights + own.late_bucket()) : own.weight;
-    }
-#pragma unroll
-    for (int n = 0; n < kKeyBlocks; ++n) {
-      if (split >> 4 * n & 0xf) {
-        const KeyTimes keys = load_key_times(n);
-#pragma unroll
-        for (int m = 0; m < kRowBlocks; ++m) {
-          const uint32_t row = rows.words[m] + of_block(origin, m, n);
-          const float early = of_block(own.weight, m, n);
-          const float late = of_block(late_weight, m, n);
-          const float2 pair = position.of_block(m, n);
-          float first = pair.x + (static_cast<int>(row - keys.words[0]) >= 0 ? early : late);
-          float second = pair.y + (static_cast<int>(row - keys.words[1]) >= 0 ? early : late);
-          // NOTE: otherwise, the compiler moves the additions behind the branch and the weights of
-          // blocks with one bucket to two registers.
-          make_opaque(first, second);
-          scores.at(m, 2 * n) = first;
-          scores.at(m, 2 * n + 1) = second;
-        }
-      } else {
-#pragma unroll
-        for (int m = 0; m < kRowBlocks; ++m) {
-          const float weight = of_block(own.weight, m, n);
-          const float2 pair = position.of_block(m, n);
-          scores.at(m, 2 * n) = pair.x + weight;
-          scores.at(m, 2 * n + 1) = pair.y + weight;
-        }
-      }
-    }
-    const uint32_t several = blocks_where(own.bucket() == TimeBlock::kSeveral);
+    if (split) add_split_blocks(split, own, scores);
+    const uint32_t several = blocks_where(own.has_several());
+    const uint32_t wide = blocks_where(own.bucket() == TimeBlock::kWide);
     for_each_block(several, [&](int index, int row, int key) {
-      const TwoDifferences differences = differences_of(row, key);
-      // NOTE: both cells are loaded before the first branch.
-      const WeightCell low = load_weight_cell(differences.first);
-      const WeightCell high = load_weight_cell(differences.second);
-      float first = differences.first >= low.threshold ? low.high : low.low;
-      float second = differences.second >= high.threshold ? high.high : high.low;
-      if (low.threshold == WeightCell::kSeveral) first = weight_of(differences.first);
-      if (high.threshold == WeightCell::kSeveral) second = weight_of(differences.second);
+      float first, second;
+      if (wide >> index & 1) {
+        const TwoBuckets buckets = wide_buckets_of(row, key);
+        first = __ldg(matrix_.weights + buckets.first);
+        second = __ldg(matrix_.weights + buckets.second);
+      } else {
+        const TwoCells found = load_cells(row, key);
+        first = weight_in(found.cells[0], found.differences[0]);
+        second = weight_in(found.cells[1], found.differences[1]);
+      }
       add_to_block<0, kRowBlocks * kKeyBlocks>(index / 4 * kRowBlocks + index % 4, first, second,
                                                scores);
     });
   }
 
-  HSTU_DEVICE WeightCell load_weight_cell(uint64_t difference) const {
-    const int4 words =
-        __ldg(reinterpret_cast<const int4*>(matrix_.weight_cells + difference_cell(difference)));
-    return {join(words.x, words.y), __int_as_float(words.z), __int_as_float(words.w)};
-  }
-  HSTU_DEVICE float weight_of(uint64_t difference) const {
-    return __ldg(matrix_.weights + bucket_of(bias_, difference));
+  // Adds the weights of the blocks with two buckets.
+  template <typename Sum>
+  HSTU_DEVICE void add_split_blocks(uint32_t split, const TimeBlock& own, Sum& scores) const {
+    const Tile tile;
+    const uint32_t threshold = load_threshold(own);
+    const float low = own.has_two() ? __ldg(matrix_.weights + own.bucket()) : 0;
+    const float high = own.has_two() ? __ldg(matrix_.weights + own.last_bucket()) : 0;
+    uint32_t row_times[kRowBlocks];
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+      row_times[m] = load_row_time(tile.first_row + Tile::row_offset(m));
+    }
+#pragma unroll
+    for (int n = 0; n < kKeyBlocks; ++n) {
+      if ((split >> 4 * n & 0xf) == 0) continue;
+      const uint2 key_times = load_key_times(tile.first_key + Tile::key_offset(2 * n));
+#pragma unroll
+      for (int m = 0; m < kRowBlocks; ++m) {
+        if ((split >> (4 * n + m) & 1) == 0) continue;
+        const uint32_t limit = of_block(threshold, m, n);
+        const float below = of_block(low, m, n);
+        const float above = of_block(high, m, n);
+        scores.at(m, 2 * n) += difference_of(row_times[m], key_times.x) >= limit ? above : below;
+        scores.at(m, 2 * n + 1) +=
+            difference_of(row_times[m], key_times.y) >= limit ? above : below;
+      }
+    }
   }
 
   // Adds to the scores of block `block` of [kFirst, kFirst + kCount), where block (m, n) is

@@ -1,9 +1,9 @@
 // The sums of dS of a tile over the scores of each bucket, for the gradient of the time table.
 //
-// dS of a block of 8 rows and 8 keys, rounded to 16 bits, is the right operand of an mma.sync whose
-// left operand has ones in the row of the block's bucket. So row r of the accumulator has the sums
-// over keys for one of up to 8 buckets, and each of its 8 columns belongs to a row of dS. The
-// columns are added up at the end.
+// dS of blocks of 8 rows and 8 keys, rounded to 16 bits, is the left operand of mma.sync, whose
+// right operand has ones in one column for each block of keys: these products add up the rows of
+// the blocks. A lane gets the sum of the block whose buckets it has found. It keeps the sum of its
+// bucket and that of the next one from one tile of rows to the next, until its bucket changes.
 #pragma once
 
 #include <cfloat>
@@ -19,10 +19,16 @@ class TimeSums {
   using Element = typename Mma::Element;
   using Bias = RelativeTile<Tile>;
 
+  // Sums of dS that are not in device memory yet: those of a bucket and of the next one.
+  struct Kept {
+    int bucket = 0;
+    float sums[2] = {0, 0};
+  };
+
   // Adds the warp's part of dS. It is also in `ds`, a RowsTile, for loops over blocks.
   template <typename Sum>
   static HSTU_DEVICE void add(const Bias& tile, const TimeBlock& own, const Sum& gradients,
-                              const Element* ds, const TableSum& sums) {
+                              const Element* ds, const TableSum& sums, Kept& kept) {
     Words words;
 #pragma unroll
     for (int n = 0; n < kKeyBlocks; ++n) {
@@ -31,34 +37,56 @@ class TimeSums {
         words.at[m][n] = rounded_pair<Element>(gradients.at(m, 2 * n), gradients.at(m, 2 * n + 1));
       }
     }
-    const Buckets buckets = {own.bucket(), own.late_bucket()};
-    bool is_finite = false;  // true: `words` has zeros where dS is not finite
-#pragma unroll 1
-    for (int first = next_bucket(buckets, 0); first != INT_MAX;) {
-      const float own_sum = sum_of_own_bucket(multiply_blocks(tile, own, buckets, words, first));
-      if (!is_finite && __any_sync(kAllLanes, !(fabsf(own_sum) <= FLT_MAX))) {
-        // A product of zero and NaN is NaN, which would reach all buckets: adds NaN to the buckets
-        // that have it, and goes on without.
-        is_finite = true;
-        add_not_finite(tile, own, ds, sums);
+    float whole = sum_blocks(words);
+    if (__any_sync(kAllLanes, !(fabsf(whole) <= FLT_MAX))) {
+      // A product of zero and NaN is NaN, which would reach other blocks: adds NaN to the buckets
+      // that have it, and goes on without.
+      add_not_finite(tile, own, ds, sums);
 #pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) {
+      for (int n = 0; n < kKeyBlocks; ++n) {
 #pragma unroll
-          for (int m = 0; m < kRowBlocks; ++m) words.at[m][n] = finite_halves(words.at[m][n]);
-        }
-        continue;
+        for (int m = 0; m < kRowBlocks; ++m) words.at[m][n] = finite_halves(words.at[m][n]);
       }
-      add_own_bucket(tile, own_sum, first, sums);
-      first = next_bucket(buckets, first + kBuckets);
+      whole = sum_blocks(words);
     }
-    const uint32_t others = Bias::blocks_where(own.bucket() == TimeBlock::kSeveral);
-    if (others) add_other_blocks(tile, others, ds, sums);
+    float second = 0;
+    const uint32_t split = Bias::blocks_where(own.has_two());
+    if (split) second = sum_second_buckets(tile, own, split, words);
+    const bool is_kept = Bias::has_own_block() && own.bucket() >= 0;
+    add_kept(tile.time_entry(), sums, is_kept && own.bucket() != kept.bucket, kept);
+    if (is_kept) {
+      kept.bucket = own.bucket();
+      kept.sums[0] += own.has_two() ? whole - second : whole;
+      kept.sums[1] += second;
+    }
+    const uint32_t others = Bias::blocks_where(own.has_several());
+    if (others) add_other_blocks(tile, own, others, ds, sums);
+  }
+
+  // Adds what lanes keep to the table, where the condition is true, and clears it.
+  static HSTU_DEVICE void add_kept(int64_t time_entry, const TableSum& sums, bool condition,
+                                   Kept& kept) {
+    uint32_t lanes = __ballot_sync(kAllLanes, condition);
+    // Lanes with the same bucket add their sums up first.
+#pragma unroll 1
+    while (lanes != 0) {
+      const int leader = __ffs(lanes) - 1;
+      const int bucket = __shfl_sync(kAllLanes, kept.bucket, leader);
+      const bool is_added = condition && kept.bucket == bucket;
+      const float first = warp_sum(is_added ? kept.sums[0] : 0);
+      const float second = warp_sum(is_added ? kept.sums[1] : 0);
+      if (lane() < 2 && (lane() == 0 ? first : second) != 0) {
+        sums.add(time_entry + bucket + lane(), lane() == 0 ? first : second);
+      }
+      if (is_added) kept.sums[0] = kept.sums[1] = 0;
+      lanes &= ~__ballot_sync(kAllLanes, is_added);
+    }
   }
 
  private:
   static constexpr int kRowBlocks = Bias::kRowBlocks;
   static constexpr int kKeyBlocks = Bias::kKeyBlocks;
-  static constexpr int kBuckets = 8;  // summed by one mma
+  static constexpr int kBuckets = 8;  // summed at once, in blocks with several
   static constexpr uint32_t kOnes =
       std::is_same_v<Element, cutlass::half_t> ? 0x3c003c00 : 0x3f803f80;
   static constexpr uint32_t kExponent = std::is_same_v<Element, cutlass::half_t> ? 0x7c00 : 0x7f80;
@@ -85,56 +113,94 @@ class TimeSums {
                                             buckets.second >= first ? buckets.second : INT_MAX));
   }
 
-  // The sums of buckets [first, first + kBuckets), one in each row of an accumulator.
-  struct Sums {
-    // NOTE: there are two accumulators, because an mma waits for the previous one to the same
-    // accumulator.
-    float parts[2][4];  // the last two elements are 0
-  };
-  static HSTU_DEVICE Sums multiply_blocks(const Bias& tile, const TimeBlock& own,
-                                          const Buckets& buckets, const Words& words, int first) {
-    const int own_bucket = first + lane() / 4;
-    // The blocks whose first bucket is the lane's own.
-    uint32_t own_blocks = 0;
+  // Row sums of blocks: element 2 (m % 2) + i of part m / 2 is that of row lane() / 4 of block
+  // (m, 2 (lane() % 4) + i).
+  struct RowSums {
+    float parts[kRowBlocks / 2][4] = {};
+
+    // Adds the rows of blocks (m, n) and (m + 1, n), and of the same with n + 1; m and n are even.
+    HSTU_DEVICE void add(int m, int n, const uint32_t (&left)[4]) {
+      const uint32_t right[2] = {ones_if(lane() / 4 == n), ones_if(lane() / 4 == n + 1)};
+      Mma::multiply(parts[m / 2], left, right);
+    }
+
+    // The sum of the lane's own block.
+    HSTU_DEVICE float own() const {
+      constexpr int kCount = 2 * kRowBlocks;
+      float sums[kCount];
 #pragma unroll
-    for (int n = 0; n < kBuckets; ++n) {
-      const uint32_t blocks = Bias::blocks_where(buckets.first == first + n);
-      own_blocks = lane() / 4 == n ? blocks : own_blocks;
+      for (int n = 0; n < kCount; ++n) sums[n] = parts[n / 4][n % 4];
+      // In each step, a lane keeps half of the sums and adds its partner's parts to them.
+      int partner = 4;
+#pragma unroll
+      for (int half = kCount / 2; half > 0; half /= 2) {
+        const bool is_upper = (lane() & partner) != 0;
+#pragma unroll
+        for (int n = 0; n < half; ++n) {
+          const float given = is_upper ? sums[n] : sums[n + half];
+          sums[n] =
+              (is_upper ? sums[n + half] : sums[n]) + __shfl_xor_sync(kAllLanes, given, partner);
+        }
+        partner *= 2;
+      }
+      if (kCount == 4) sums[0] += __shfl_xor_sync(kAllLanes, sums[0], 16);
+      // Sum 2m + i of key block 2t + i is in lane t of the rows whose bits are those of 2m + i in
+      // the reverse order.
+      const int index = lane() % 4 * 2 + lane() / 4 % 2;
+      const int row = kCount == 4 ? index >> 1 & 1 | (index & 1) << 1
+                                  : index >> 2 | index & 2 | (index & 1) << 2;
+      return __shfl_sync(kAllLanes, sums[0], row % 8 * 4 + lane() / 8);
     }
-    const auto is_own = [&](int m, int n) { return (own_blocks >> (4 * n + m) & 1) != 0; };
-    const uint32_t split = Bias::blocks_where(own.has_two());
-    typename Bias::RowTimes rows = {};
-    uint32_t origin = 0;
-    if (split) {
-      rows = tile.load_row_times();
-      origin = tile.origin_of(own);
+  };
+
+  // The sum of the lane's own block.
+  static HSTU_DEVICE float sum_blocks(const Words& words) {
+    RowSums sums;
+#pragma unroll
+    for (int n = 0; n < kKeyBlocks; n += 2) {
+#pragma unroll
+      for (int m = 0; m < kRowBlocks; m += 2) {
+        sums.add(m, n,
+                 {words.at[m][n], words.at[m + 1][n], words.at[m][n + 1], words.at[m + 1][n + 1]});
+      }
     }
-    Sums sums = {};
+    return sums.own();
+  }
+
+  // The same for the scores in the second bucket of blocks that have two, which `split` names.
+  static HSTU_DEVICE float sum_second_buckets(const Bias& tile, const TimeBlock& own,
+                                              uint32_t split, const Words& words) {
+    const Tile thread;
+    const uint32_t threshold = tile.load_threshold(own);
+    uint32_t row_times[kRowBlocks];
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+      row_times[m] = tile.load_row_time(thread.first_row + Tile::row_offset(m));
+    }
+    RowSums sums;
 #pragma unroll
     for (int n = 0; n < kKeyBlocks; ++n) {
-      if (split >> 4 * n & 0xf) {
-        const typename Bias::KeyTimes keys = tile.load_key_times(n);
+      if ((split >> 4 * n & 0xf) == 0) continue;
+      const uint2 key_times = tile.load_key_times(thread.first_key + Tile::key_offset(2 * n));
+      uint32_t second[kRowBlocks];
 #pragma unroll
-        for (int m = 0; m < kRowBlocks; ++m) {
-          const uint32_t row = rows.words[m] + Bias::of_block(origin, m, n);
-          const bool is_low = static_cast<int>(row - keys.words[0]) >= 0;
-          const bool is_high = static_cast<int>(row - keys.words[1]) >= 0;
-          const uint32_t word = words.at[m][n];
-          const uint32_t right[2] = {halves(word, is_low, is_high),
-                                     halves(word, !is_low, !is_high)};
-          multiply(is_own(m, n), Bias::of_block(buckets.second, m, n) == own_bucket, right,
-                   sums.parts[m % 2]);
-        }
-      } else {
+      for (int m = 0; m < kRowBlocks; ++m) {
+        second[m] = 0;
+        if ((split >> (4 * n + m) & 1) == 0) continue;
+        const uint32_t limit = Bias::of_block(threshold, m, n);
+        second[m] = halves(words.at[m][n], Bias::difference_of(row_times[m], key_times.x) >= limit,
+                           Bias::difference_of(row_times[m], key_times.y) >= limit);
+      }
 #pragma unroll
-        for (int m = 0; m < kRowBlocks; m += 2) {
-          const uint32_t right[2] = {words.at[m][n], words.at[m + 1][n]};
-          multiply(is_own(m, n), is_own(m + 1, n), right,
-                   sums.parts[kRowBlocks == 4 ? m / 2 : n % 2]);
+      for (int m = 0; m < kRowBlocks; m += 2) {
+        if (n % 2 == 0) {
+          sums.add(m, n, {second[m], second[m + 1], 0, 0});
+        } else {
+          sums.add(m, n - 1, {0, 0, second[m], second[m + 1]});
         }
       }
     }
-    return sums;
+    return sums.own();
   }
 
   // Adds the first 8 x 8 elements of `right`, and the others, to row lane() / 4 of `sum` if its
@@ -145,11 +211,6 @@ class TimeSums {
     Mma::multiply(sum, left, right);
   }
 
-  // The sum of row lane() / 4.
-  static HSTU_DEVICE float sum_of_own_bucket(const Sums& sums) {
-    return sum_of_row((sums.parts[0][0] + sums.parts[1][0]) +
-                      (sums.parts[0][1] + sums.parts[1][1]));
-  }
   // The sum of the values of the 4 lanes that have a row of an accumulator.
   static HSTU_DEVICE float sum_of_row(float own) {
     own += __shfl_xor_sync(kAllLanes, own, 1);
@@ -167,10 +228,11 @@ class TimeSums {
     uint32_t word;
     Buckets buckets;
   };
-  static HSTU_DEVICE Elements load_elements(const Bias& tile, const Element* ds, int row, int key) {
+  static HSTU_DEVICE Elements load_elements(const Bias& tile, const Element* ds, int row, int key,
+                                            bool is_wide) {
     using DsTile = RowsTile<Tile::kTileRows, Tile::kTileKeys, Element>;
     return {*reinterpret_cast<const uint32_t*>(ds + DsTile::offset(row, key)),
-            tile.buckets_of(tile.differences_of(row, key))};
+            tile.buckets_of(row, key, is_wide)};
   }
 
   static HSTU_DEVICE void add_not_finite(const Bias& tile, const Elements& elements,
@@ -184,15 +246,18 @@ class TimeSums {
                                          const TableSum& sums) {
     const uint32_t set = Bias::blocks_where(own.bucket() >= 0);
     tile.for_each_block(set, [&](int, int row, int key) {
-      add_not_finite(tile, load_elements(tile, ds, row, key), sums);
+      // NOTE: blocks with one bucket may be wide.
+      add_not_finite(tile, load_elements(tile, ds, row, key, /*is_wide=*/true), sums);
     });
   }
 
   // Adds the blocks that have several buckets: the bucket of each score is searched for.
-  static HSTU_DEVICE void add_other_blocks(const Bias& tile, uint32_t set, const Element* ds,
-                                           const TableSum& sums) {
-    tile.for_each_block(set, [&](int, int row, int key) {
-      const Elements elements = load_elements(tile, ds, row, key);
+  static HSTU_DEVICE void add_other_blocks(const Bias& tile, const TimeBlock& own, uint32_t set,
+                                           const Element* ds, const TableSum& sums) {
+    const uint32_t wide = Bias::blocks_where(own.bucket() == TimeBlock::kWide);
+    tile.for_each_block(set, [&](int index, int row, int key) {
+      const bool is_wide = (wide >> index & 1) != 0;
+      const Elements elements = load_elements(tile, ds, row, key, is_wide);
       add_not_finite(tile, elements, sums);
       const uint32_t word = finite_halves(elements.word);
       // Zeros count as having no bucket, so that buckets of hidden scores are not searched for.

@@ -80,8 +80,7 @@ struct BackwardLauncher {
       zeros_end = workspace.used();
       if (params.relative_bias) {
         prepared_bias = take_prepared_bias(workspace, params.relative_bias, batch,
-                                           Form::PositionWindow::kMargin, Form::kKeys,
-                                           /*has_row_blocks=*/true);
+                                           Form::PositionWindow::kMargin, Form::kKeys);
       }
     }
   };

@@ -183,9 +183,10 @@ class RelativeBiasConsumer {
     const Sequence& sequence = tile.sequence;
     const int row = work_tile.first_row_of_warp(warpgroup) + lane() % 16;
     const int own = min(row, sequence.q_len - 1);
-    range_ = load_cell(bias.prepared.row_ranges +
-                       first_tile(sequence.q_begin, tile.sequence_index, 8) + own / 8);
-    time_ = static_cast<uint32_t>(*find_time_of_row(bias, sequence, own));
+    const KeyBlockTimes& block =
+        bias.prepared.row_blocks[first_tile(sequence.q_begin, tile.sequence_index, 8) + own / 8];
+    range_ = load_cell(&block.range);
+    time_ = __ldg(&block.times[own % 8]);
     const Mask mask(params_.mask, sequence, work_tile.head);
     keys_ = mask.estimate(row / 8 * 8, row / 8 * 8 + 8).end;
   }
@@ -221,28 +222,6 @@ class RelativeBiasConsumer {
     return warpgroup * 4 + bounded_thread_idx() / 32 % 4;
   }
 
-  // The differences of times of a block, in 32 bits.
-  struct Differences {
-    uint32_t least;
-    uint32_t most;
-    bool is_wide;  // `most` needs more than 31 bits; neither is valid
-
-    HSTU_DEVICE Differences(const TimeRange& rows, const TimeRange& keys) {
-      uint64_t past = static_cast<uint64_t>(rows.latest) - static_cast<uint64_t>(keys.earliest);
-      uint64_t future = static_cast<uint64_t>(rows.earliest) - static_cast<uint64_t>(keys.latest);
-      least = static_cast<uint32_t>(future);
-      if (keys.latest > rows.earliest) {  // seldom, if times are in order
-        if (rows.latest < keys.earliest) past = -past;
-        future = -future;
-        least = rows.latest <= keys.earliest ? static_cast<uint32_t>(past) : 0;
-        if (past < future) past = future;
-      }
-      is_wide = past > INT32_MAX;
-      most = static_cast<uint32_t>(past) & INT32_MAX;
-      least = min(least, most);
-    }
-  };
-
   // NOTE: this is volatile, so that the compiler does not sink one load behind the use of another.
   static HSTU_DEVICE NarrowCell load_narrow(const NarrowCells& cells, uint32_t difference) {
     return ptx::ld_shared_volatile(cells.cells + difference_cell(difference));
@@ -254,7 +233,7 @@ class RelativeBiasConsumer {
     const int block = lane() % OfWarp::kBlocks;
     const int chunk = OfWarp::chunk_of(block);
     const TimeRange range = ptx::ld_shared_volatile(&times[chunk].range);
-    const Differences differences(range_, range);
+    const NarrowDifferences differences(range_, range);
     const NarrowCell first = load_narrow(cells, differences.least);
     const NarrowCell last = load_narrow(cells, differences.most);
     const bool is_second = differences.least >= first.threshold;
