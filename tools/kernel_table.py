@@ -21,6 +21,10 @@ NAME_COLUMNS = 72
 
 # Parts of the names of attention kernels that may spill, by the folder of their sources.
 MAY_SPILL = {
+    "sm80": (
+        # The backward keeps sums for the gradient of the time table from one step to the next.
+        "9ScoreBiasE2ELb",
+    ),
     "sm90": (
         # Consumers compute the bias beside their accumulators (forward), or a further warpgroup
         # takes registers (backward).

@@ -1,6 +1,6 @@
 // `hstu_attn._host`: Python bindings of the host code: masks, schedules, split-KV plans and the
 // arithmetic of the relative bias, so that what the kernels use is tested on a machine without a
-// GPU, and the page table of serving.
+// GPU, and what serving needs in C++.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -161,6 +161,7 @@ std::tuple<std::string, int, int> plan_split_kv(int64_t row_tiles, int64_t key_t
 
 }  // namespace
 
+void bind_memory_holder(py::module_& m);  // memory_holder.cpp
 void bind_page_table(py::module_& m);     // page_table.cpp
 void bind_relative_bias(py::module_& m);  // relative_bias.cpp
 
@@ -168,7 +169,8 @@ void bind_relative_bias(py::module_& m);  // relative_bias.cpp
 
 PYBIND11_MODULE(_host, m) {
   using namespace hstu;
-  m.doc() = "Masks and schedules, as the kernels compute them; page tables.";
+  m.doc() = "Masks and schedules, as the kernels compute them; parts of serving.";
+  bind_memory_holder(m);
   bind_page_table(m);
   bind_relative_bias(m);
 

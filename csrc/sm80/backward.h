@@ -88,6 +88,10 @@ struct Backward {
   static constexpr Reading kRowReading =
       kHasRelativeBias && kHeadDim == 256 ? Reading{1, true} : kTiles.reading;
 
+  // Keeps sums of dS by time from one row tile to the next. A deterministic backward for head dim
+  // 64 has too few registers for it.
+  static constexpr bool kKeepsTimeSums = !(kIsDeterministic && kHeadDim == 64);
+
   static constexpr int kScoreKeyWarps = kWarps / kTiles.score_row_warps;
   static constexpr int kGroup = kKeys / kScoreKeyWarps < 32 ? 16 : 32;
   using Order = std::conditional_t<kHasRelativeBias, NaturalOrder, KeyOrder<kGroup>>;
@@ -296,7 +300,12 @@ struct Backward {
       to_smem<ScoreMma, kRows, kKeys>(gradients, smem.ds);
       if constexpr (kHasRelativeBias) {
         if (buffers.sums.time.words) {
-          Times::add(bias, block, gradients, smem.ds, buffers.sums.time, time_sums);
+          typename Times::Kept of_tile;
+          auto& kept = kKeepsTimeSums ? time_sums : of_tile;
+          Times::add(bias, block, gradients, smem.ds, buffers.sums.time, kept);
+          if (!kKeepsTimeSums) {
+            Times::add_kept(smem.bias.time_entry, buffers.sums.time, true, kept);
+          }
         }
       }
       if constexpr (kHasDenseBias) {
@@ -342,7 +351,7 @@ struct Backward {
       row_tile = kHasRelativeBias && kHeadDim > 32 ? smem.map.before(row_tile) : next;
     }
     if constexpr (kHasRelativeBias) {
-      if (buffers.sums.time.words) {
+      if (kKeepsTimeSums && buffers.sums.time.words) {
         Times::add_kept(smem.bias.time_entry, buffers.sums.time, true, time_sums);
       }
     }

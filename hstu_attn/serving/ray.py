@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ray import serve
 from ray.serve.handle import DeploymentBroadcastResponse
 
+from .. import _host
 from .engine import Engine
 from .events import User
 
@@ -63,6 +64,9 @@ class Replica:
         self._served = build(self, *arguments, **keywords)
         self._config: Any = {}
         self._started = False
+        # If this process is killed, its connections are closed at once, and other replicas get the
+        # requests that it has not answered.
+        _host.start_memory_holder()
         # A full garbage collection walks over every object of torch and Ray, and no request is
         # answered meanwhile. Frozen objects are left out of it.
         gc.collect()
