@@ -52,6 +52,9 @@ class Served(NamedTuple):
 class Replica:
     """An engine and its application in a process of Ray Serve.
 
+    A second process, `memory-holder`, has the same memory. It lets the connections of a killed
+    replica be closed at once, and ends up to 0.2 s after it.
+
     Args:
         build: makes them. It gets the replica, by whose `forget` and `prune` the application
             deletes events, and by whose `metrics` it returns those of all replicas.
@@ -64,9 +67,7 @@ class Replica:
         self._served = build(self, *arguments, **keywords)
         self._config: Any = {}
         self._started = False
-        # If this process is killed, its connections are closed at once, and other replicas get the
-        # requests that it has not answered.
-        _host.start_memory_holder()
+        _host.start_memory_holder()  # other replicas get what this one has not answered
         # A full garbage collection walks over every object of torch and Ray, and no request is
         # answered meanwhile. Frozen objects are left out of it.
         gc.collect()

@@ -29,6 +29,16 @@ def processes_below(pid: int) -> dict[int, str]:
 
 
 def processes_of_ray(name: str) -> list[int]:
-    """Returns the processes of the actors whose class begins with a name."""
+    """Returns the processes of the actors whose class begins with a name.
+
+    A memory-holder has the arguments of its replica, as these are in its memory.
+    """
+
+    def is_holder(pid: int) -> bool:
+        with suppress(OSError):  # it has ended
+            return Path(f"/proc/{pid}/comm").read_text() == "memory-holder\n"
+        return True
+
     below = processes_below(os.getpid())
-    return [pid for pid, command in below.items() if command.startswith(f"ray::{name}")]
+    found = [pid for pid, command in below.items() if command.startswith(f"ray::{name}")]
+    return [pid for pid in found if not is_holder(pid)]
