@@ -22,8 +22,12 @@ NAME_COLUMNS = 72
 # Parts of the names of attention kernels that may spill, by the folder of their sources.
 MAY_SPILL = {
     "sm80": (
-        # The backward keeps sums for the gradient of the time table from one step to the next.
-        "9ScoreBiasE2ELb",
+        # The backward with a relative bias keeps sums for the gradient of the time table from one
+        # step to the next, and spills up to 36 bytes.
+        "BackwardILi64EN7cutlass10bfloat16_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
+        "BackwardILi64EN7cutlass6half_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
+        "BackwardILi256EN7cutlass10bfloat16_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
+        "BackwardILi256EN7cutlass6half_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
     ),
     "sm90": (
         # Consumers compute the bias beside their accumulators (forward), or a further warpgroup
