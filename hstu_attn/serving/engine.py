@@ -35,7 +35,7 @@ from .fair_queue import FairQueue
 from .graphs import GraphBuckets, StepLimits
 from .histories import Histories
 from .jobs import Jobs
-from .model import CatalogModel, ServedModel, UncachedModel
+from .model import ServedModel, UncachedModel
 from .scoring import Recommendation, Scorer, check_fit
 from .stats import Counters, EngineStats
 from .tracing import current_span, record_spans
@@ -262,7 +262,7 @@ class Engine:
         **options: Unpack[RequestOptions],
     ) -> Future[Recommendation]:
         """Starts `recommend` and returns its future, as `submit_score` does for `score`."""
-        if not isinstance(self.model, CatalogModel):
+        if self._scorer.catalog_model is None:
             raise ValueError(
                 "model: expected one that scores its whole catalog (score_catalog), got "
                 f"{type(self.model).__name__}"

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 from .. import _host
 from .engine import Engine
 from .events import User
+from .priority import take_priority
 
 __all__ = ["SCRAPE_SECONDS", "STUCK_SECONDS", "Replica", "Served", "deployment"]
 
@@ -55,6 +57,10 @@ class Replica:
     A second process, `memory-holder`, has the same memory. It lets the connections of a killed
     replica be closed at once, and ends up to 0.2 s after it.
 
+    Ray starts a replica with a niceness of 15 (`RAY_worker_niceness`), so that it leaves the
+    processors to the replicas that serve. Once it has started, it takes the niceness of Ray's
+    raylet. Where it may not (it lacks CAP_SYS_NICE), it logs a warning and serves with its own.
+
     Args:
         build: makes them. It gets the replica, by whose `forget` and `prune` the application
             deletes events, and by whose `metrics` it returns those of all replicas.
@@ -72,6 +78,13 @@ class Replica:
         # answered meanwhile. Frozen objects are left out of it.
         gc.collect()
         gc.freeze()
+        if sys.platform == "linux":
+            try:
+                take_priority(os.getppid())
+            except PermissionError:
+                LOG.warning(
+                    "The replica serves with the niceness of its start, since it lacks CAP_SYS_NICE"
+                )
 
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
         return self._served.app
@@ -211,6 +224,8 @@ def deployment(**options: Any) -> serve.Deployment:
         "max_queued_requests": 1024,  # of each proxy, when all replicas have as many as they may
         "backpressure_config": {"retry_after_s": 1},
         "max_surge_percent": 25,  # a start takes processors (GPUs, too) that serving needs
+        # Ray writes the lines of 1,000 requests at once, and no request is answered meanwhile.
+        "logging_config": {"enable_access_log": False},
     }
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":  # HAProxy chooses the replica itself.
         router = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"

@@ -68,6 +68,8 @@ class Scorer:
         limits: StepLimits,
     ) -> None:
         self.model = model
+        # isinstance() looks for each attribute of the protocol, so it is not called by requests.
+        self.catalog_model = model if isinstance(model, CatalogModel) else None
         self.cache = cache
         self._graphs: StackGraphs | None = None
         if graphs is None:
@@ -203,9 +205,9 @@ class Scorer:
         scores = scores.cpu()
         answers = _finite_or_none(scores, plans)
         asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
-        if asking and isinstance(model, CatalogModel):
+        if asking and self.catalog_model is not None:
             chosen = torch.tensor(asking, device=states.device)
-            catalog = model.score_catalog(states[batch.last_rows[chosen]])
+            catalog = self.catalog_model.score_catalog(states[batch.last_rows[chosen]])
             best = _best(catalog, [plans[number] for number in asking])
             for number, recommendation in zip(asking, best, strict=True):
                 finite = recommendation.scores.isfinite().all()
