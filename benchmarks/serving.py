@@ -261,7 +261,11 @@ def configuration(
     options = {
         "name": "Replica",
         "num_replicas": replicas,
-        "ray_actor_options": {"num_cpus": 0.5, "num_gpus": gpus},
+        "ray_actor_options": {
+            "num_cpus": 0.5,
+            "num_gpus": gpus,
+            "runtime_env": {"env_vars": {"RAY_worker_niceness": "15"}},  # as in serve_ray.yaml
+        },
         "user_config": {} if taking_over is None else {"model": str(taking_over)},
     }
     application = {

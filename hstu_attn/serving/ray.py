@@ -57,9 +57,10 @@ class Replica:
     A second process, `memory-holder`, has the same memory. It lets the connections of a killed
     replica be closed at once, and ends up to 0.2 s after it.
 
-    Ray starts a replica with a niceness of 15 (`RAY_worker_niceness`), so that it leaves the
-    processors to the replicas that serve. Once it has started, it takes the niceness of Ray's
-    raylet. Where it may not (it lacks CAP_SYS_NICE), it logs a warning and serves with its own.
+    Ray gives a worker the niceness of `RAY_worker_niceness`, 15 by default, so that a replica that
+    starts leaves the processors to those that serve. Once it has started, it takes the niceness of
+    the process that Ray has started it from. Where it may not (it lacks CAP_SYS_NICE), it logs a
+    warning and serves with its own.
 
     Args:
         build: makes them. It gets the replica, by whose `forget` and `prune` the application
