@@ -129,7 +129,8 @@ def test_replicas_change_their_model_in_place(site: Site) -> None:
             assert time.monotonic() < end, replicas_of(site, "hstu_model_changes")
             time.sleep(0.2)
 
-    users, replicas = Users(site, range(4100, 4106)), set(processes_of_ray(REPLICA))
+    # One replica may get all of these users: its queue has room for four requests.
+    users, replicas = Users(site, range(4100, 4104)), set(processes_of_ray(REPLICA))
     used = users.meanwhile(lambda: deploy("retrained.pt", "taken over"))
     assert {number for numbers in used for number in numbers} == {0, 2}
     assert {numbers[-1] for numbers in used} == {2}
