@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def _state(process: int) -> str | None:
     return text.rpartition(")")[2].split()[0]
 
 
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, "expected within 10 s"
+        time.sleep(0.05)
+
+
 def test_connections_of_a_killed_process_are_closed_before_its_memory_is_freed() -> None:
     with socket.create_server(("localhost", 0)) as server:
         command = [sys.executable, "-c", _HOLDER, str(server.getsockname()[1])]
@@ -46,17 +54,16 @@ def test_connections_of_a_killed_process_are_closed_before_its_memory_is_freed()
             if holder == 0:
                 program.kill()
                 pytest.skip("needs Linux 5.9")
-            assert Path(f"/proc/{holder}/comm").read_text() == "memory-holder\n"
-            assert os.listdir(f"/proc/{holder}/fd") == []
-            os.kill(holder, signal.SIGSTOP)  # it has the memory until it goes on
-            program.send_signal(signal.SIGKILL)
+            try:
+                _wait_until(lambda: Path(f"/proc/{holder}/comm").read_text() == "memory-holder\n")
+                assert os.listdir(f"/proc/{holder}/fd") == []  # closed before it takes the name
+                os.kill(holder, signal.SIGSTOP)  # it has the memory until it goes on
+            finally:
+                program.kill()
             assert connection.recv(100) == b""
             assert _state(holder) == "T"
             os.kill(holder, signal.SIGCONT)
-    deadline = time.monotonic() + 10
-    while _state(holder) not in (None, "Z"):
-        assert time.monotonic() < deadline, "expected to end after its parent"
-        time.sleep(0.05)
+    _wait_until(lambda: _state(holder) in (None, "Z"))
 
 
 def test_an_end_without_a_kill_is_as_before() -> None:
