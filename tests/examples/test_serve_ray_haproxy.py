@@ -114,6 +114,23 @@ def test_what_is_too_much_is_refused(site: Site) -> None:
         assert slow.recv(100)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 408")
 
 
+@pytest.mark.documented
+def test_replicas_that_serve_have_the_priority_of_other_processes(site: Site) -> None:
+    """They start with the niceness that the YAML gives them."""
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, here - 1)
+    except PermissionError:
+        pytest.skip("needs the capability CAP_SYS_NICE")
+    os.setpriority(os.PRIO_PROCESS, 0, here)
+    (options,) = site.config["applications"][0]["deployments"]
+    start = options["ray_actor_options"]["runtime_env"]["env_vars"]["RAY_worker_niceness"]
+    assert int(start) > here
+    replicas = processes_of_ray(REPLICA)
+    assert len(replicas) == 2
+    assert {os.getpriority(os.PRIO_PROCESS, replica) for replica in replicas} == {here}
+
+
 @pytest.mark.faults
 def test_replicas_change_their_model_in_place(site: Site) -> None:
     """The processes stay, no request fails, and a model that cannot be served changes nothing."""
