@@ -84,11 +84,9 @@ bool is_faster_by_sm80(const CudaDevice& device, const ForwardParams& params) {
   if (device.is_forced) return false;
   const int longest = sm80::longest_if_short(params);
   if (longest <= 64) return true;
-  // With up to 128 tokens, the small tiles of the sm90 kernels are faster for few sequences, and
-  // their usual ones for many.
-  const int64_t sequences = int64_t{params.batch.batch} * params.heads;
-  return longest <= 128 && params.q.head_dim <= 64 && params.v.head_dim <= 64 &&
-         4 * sequences > device.multiprocessors && sequences <= 4 * device.multiprocessors;
+  // For more than 256 tokens and few tiles, the small tiles of the sm90 kernels are faster.
+  return sm80::gains_by_short_forward(params, device.multiprocessors) &&
+         (longest <= 256 || sm80::short_row_tiles(params) > device.multiprocessors);
 #else
   return false;
 #endif
@@ -97,7 +95,7 @@ bool is_faster_by_sm80(const CudaDevice& device, const ForwardParams& params) {
 // The same for the backward.
 bool is_faster_by_sm80(const CudaDevice& device, const BackwardParams& params) {
 #if defined(HSTU_ATTN_SM80)
-  return !device.is_forced && sm80::longest_if_short(params) <= 64;
+  return !device.is_forced && sm80::gains_by_short_backward(params, device.multiprocessors);
 #else
   return false;
 #endif

@@ -201,37 +201,47 @@ class WorkQueue {
   SharedMemory& smem_;
 };
 
-// A queue with the methods of WorkQueue that needs no list. The block takes all tiles of kSize rows
-// (or keys) of one sequence, for one head or group of heads: block n has number n % work_per_tile
-// of sequence n / work_per_tile. For short sequences, most of which have one tile.
+// A queue with the methods of WorkQueue that needs no list, for short sequences. Each of
+// work_per_tile heads or groups of heads of a sequence has gridDim.x / (work_per_tile * batch)
+// blocks, and each of these takes every so many-th of its tiles of kSize rows (or keys), most often
+// one. Blocks with the last tiles, which have most keys under a causal mask, come first.
 template <int kSize, bool kByKeys>
 class SequenceQueue {
  public:
-  using SharedMemory = SequenceTile;
+  struct SharedMemory {
+    SequenceTile tile;
+    int index_in_tile;
+    int blocks;  // of a sequence, for one head or group of heads
+  };
 
-  __device__ SequenceQueue(int work_per_tile, SharedMemory& tile, const BatchParams& batch)
-      : work_per_tile_(work_per_tile), tile_(tile) {
-    const int b = static_cast<int>(blockIdx.x) / work_per_tile;
-    if (threadIdx.x == 0) tile_ = {load_sequence(batch, b), b, 0};
+  __device__ SequenceQueue(int work_per_tile, SharedMemory& smem, const BatchParams& batch)
+      : smem_(smem) {
+    if (threadIdx.x == 0) {
+      const int n = static_cast<int>(blockIdx.x) / work_per_tile;
+      const int b = n % batch.batch;
+      const int blocks = static_cast<int>(gridDim.x) / (work_per_tile * batch.batch);
+      smem_.tile = {load_sequence(batch, b), b, blocks - 1 - n / batch.batch};
+      smem_.index_in_tile = static_cast<int>(blockIdx.x) % work_per_tile;
+      smem_.blocks = blocks;
+    }
     __syncthreads();
   }
 
   __device__ bool has_work() const {
-    return tile_.index * kSize < (kByKeys ? tile_.sequence.k_len : tile_.sequence.q_len);
+    return tile().index * kSize < (kByKeys ? tile().sequence.k_len : tile().sequence.q_len);
   }
-  __device__ const SequenceTile& tile() const { return tile_; }
-  __device__ int index_in_tile() const { return static_cast<int>(blockIdx.x) % work_per_tile_; }
+  __device__ const SequenceTile& tile() const { return smem_.tile; }
+  __device__ int index_in_tile() const { return smem_.index_in_tile; }
   __device__ void request_next() {}
   __device__ void fetch_next() {}
   __device__ void advance() {
     __syncthreads();  // all threads are done with the last tile
-    if (threadIdx.x == 0) ++tile_.index;
+    if (threadIdx.x == 0) smem_.tile.index += smem_.blocks;
     __syncthreads();
   }
 
  private:
-  const int work_per_tile_;
-  SharedMemory& tile_;
+  SharedMemory& smem_;
 };
 
 // One bit for each tile that a work tile could meet: whether it is visible, and whether it is

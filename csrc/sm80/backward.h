@@ -23,7 +23,7 @@ struct BackwardBuffers {
   WorkList list;
   int heads_per_work_tile;
   float* dq;              // [row tiles, H, rows * head dim] in the order of DeviceSum; zeroed.
-                          // Not set for short sequences
+                          // Short sequences: not zeroed, and null if each has one tile of keys
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
   int* dq_semaphore;      // [row tiles, H]: how many key tiles have added; zeroed; null: any order
   DenseBias drab;         // where dS is summed over heads: fp32 workspace, or params.drab
@@ -44,6 +44,9 @@ struct DeviceSum {
     return n / kVector * (kVector * kThreads) + static_cast<int>(threadIdx.x) * kVector;
   }
 
+  // The place of element n of the fragment.
+  static HSTU_DEVICE int place(int n) { return index(n / kVector * kVector) + n % kVector; }
+
   template <typename Sum>
   static HSTU_DEVICE void add(const Sum& part, float* sum) {
 #pragma unroll
@@ -63,6 +66,15 @@ struct DeviceSum {
     for (int n = 0; n < Sum::kCount; n += kVector) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) whole.values[n + i] = sum[index(n) + i];
+    }
+  }
+
+  template <typename Sum>
+  static HSTU_DEVICE void store(const Sum& whole, float* sum) {
+#pragma unroll
+    for (int n = 0; n < Sum::kCount; n += kVector) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum[index(n) + i] = whole.values[n + i];
     }
   }
 };
@@ -197,11 +209,12 @@ struct Backward {
         const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);
         if (!buffers.dq_writers[first + m].contains(work.index)) return TileKind::kEmpty;
       }
-      // dQ of rows that see no key is stored, too. A mask given row by row has no summaries without
-      // a list.
-      if (kIsShort) return TileKind::kPartial;
+      // A mask given row by row has no summaries without a list.
+      if (kIsShort && is_given_by_row(params.mask)) return TileKind::kPartial;
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
+      // The first tile of keys stores dQ of rows that see no key, too.
+      if (kIsShort && work.index == 0 && kind == TileKind::kEmpty) return TileKind::kPartial;
       if (kIsDeterministic && kind == TileKind::kEmpty) return TileKind::kPartial;
       if constexpr (kHasRelativeBias) {
         return RelativeTile<Tile>::kind_with_bias(kind, sequence, m * kRows, work.index * kKeys);
@@ -294,7 +307,9 @@ struct Backward {
       gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(gradients, smem_dout, smem_v);
 
       // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
-      silu_and_mask(params, head, r0, k0, smem.map.has_partial(row_tile), sequence, scores,
+      // NOTE: short sequences load the index again, since k0 would be kept in a register and spill.
+      const int first_key = kIsShort ? *opaque_pointer(&work.index) * kKeys : k0;
+      silu_and_mask(params, head, r0, first_key, smem.map.has_partial(row_tile), sequence, scores,
                     gradients);
       to_smem<ScoreMma, kRows, kKeys>(scores, smem.p);
       to_smem<ScoreMma, kRows, kKeys>(gradients, smem.ds);
@@ -343,7 +358,10 @@ struct Backward {
       RowSum dq = {};
       gemm<RowMma, Operand::kRows, Operand::kTransposed, kRowReading>(dq, smem_ds, smem_k);
       if constexpr (kIsShort) {
-        store_rows_of_dq(params, dq, work, r0, head, smem);
+        if (buffers.dq) {
+          add_to_total(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim), work);
+        }
+        store_rows_of_dq(params, dq, !buffers.dq, work, r0, head, smem);
       } else {
         DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
       }
@@ -438,9 +456,23 @@ struct Backward {
     while (seen < before) seen = ptx::ld_acquire(semaphore);
   }
 
-  // dQ = alpha * scale * dQ, rounded once. A sequence has several tiles of keys only if it is
-  // longer than max_seqlen_k; then later ones add to what the first one has stored.
-  static HSTU_DEVICE void store_rows_of_dq(const BackwardParams& params, RowSum& dq,
+  // Adds what earlier tiles of keys of the sequence have left at `total`, where each thread has its
+  // own elements, and leaves the sum to later ones.
+  static HSTU_DEVICE void add_to_total(RowSum& dq, float* total, const SequenceTile& work) {
+    const bool is_first = work.index == 0;
+    const bool is_last = (work.index + 1) * kKeys >= work.sequence.k_len;
+#pragma unroll
+    for (int n = 0; n < RowSum::kCount; ++n) {
+      float& at = total[DeviceSum<kThreads>::place(n)];
+      if (!is_first) dq.values[n] += at;
+      if (!is_last) at = dq.values[n];
+    }
+  }
+
+  // dQ = alpha * scale * dQ, rounded. If a sequence has several tiles of keys, each of them stores
+  // the sum so far. If it is longer than max_seqlen_k says, there is no total: `adds` is true, and
+  // later tiles add to what earlier ones have rounded.
+  static HSTU_DEVICE void store_rows_of_dq(const BackwardParams& params, RowSum& dq, bool adds,
                                            const SequenceTile& work, int r0, int head,
                                            SharedMemory& smem) {
     const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
@@ -450,7 +482,7 @@ struct Backward {
     __syncthreads();
     const int64_t begin = work.sequence.q_begin + r0;
     const int count = work.sequence.q_len - r0;
-    if (work.index > 0) {
+    if (adds && work.index > 0) {
       add_rows<kRows, kHeadDim, kThreads>(params.dq, begin, count, head, smem.dq);
       __syncthreads();
     }

@@ -29,7 +29,7 @@ struct Forward {
   static constexpr bool kWaitsForMemory = false;
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
   // K and V are double-buffered, unless one tile has all keys.
-  static constexpr int kStages = kIsShort && kTiling != Tiling::kUpTo128 ? 1 : 2;
+  static constexpr int kStages = kIsShort && kTiling != Tiling::kUpTo512 ? 1 : 2;
 
   using Order = std::conditional_t<kHasRelativeBias, NaturalOrder, KeyOrder<32>>;
   using RowMma = Mma<Element, kTiles.warps, 1>;
@@ -64,10 +64,10 @@ struct Forward {
       queue.advance();
     }
     if constexpr (kIsShort) {
-      // The first head's block zeroes the rows in front of its sequence.
+      // The blocks of the first head zero the rows between sequences.
       if (queue.index_in_tile() == 0 && threadIdx.x < 32) {
         zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads,
-                                            queue.tile().sequence_index, params.batch.batch);
+                                            blockIdx.x / params.heads, gridDim.x / params.heads);
       }
     } else if (!list.tiles) {  // no prepare_scheduler() zeroed them
       constexpr int kWarps = kThreads / 32;

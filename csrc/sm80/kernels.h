@@ -23,6 +23,29 @@ inline int longest_if_short(const BackwardParams& params) {
   return longest_if_short(static_cast<const ForwardParams&>(params));
 }
 
+// Row tiles of the forward's kernel for up to 512 tokens, which has a block for each.
+inline int64_t short_row_tiles(const ForwardParams& params) {
+  return int64_t{params.batch.batch} * params.heads * ((params.batch.max_seqlen_q + 63) / 64);
+}
+
+// True if that kernel is faster than a list of larger tiles. Measured on an H200.
+inline bool gains_by_short_forward(const ForwardParams& params, int multiprocessors) {
+  const int longest = longest_if_short(params);
+  const int head_dim = std::max(params.q.head_dim, params.v.head_dim);
+  const int64_t tiles = short_row_tiles(params);
+  if (head_dim <= 64) return longest <= 128 || (longest <= 512 && tiles <= 16 * multiprocessors);
+  return head_dim <= 128 && longest <= 192 && tiles <= 2 * multiprocessors;
+}
+
+// True if a block for each sequence and head is faster in the backward than a list of key tiles.
+inline bool gains_by_short_backward(const BackwardParams& params, int multiprocessors) {
+  const int longest = longest_if_short(params);
+  if (longest <= 64) return true;
+  const int64_t sequences = int64_t{params.batch.batch} * params.heads;
+  const bool is_wide = std::max(params.q.head_dim, params.v.head_dim) > 128;
+  return longest <= 128 && (!is_wide || 2 * sequences > multiprocessors);
+}
+
 template <int kHeadDim, DType kDType>
 ForwardKernel forward();
 

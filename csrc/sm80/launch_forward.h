@@ -22,12 +22,16 @@ struct ForwardLauncher {
       if constexpr (kSource == KeySource::kPacked && bias != ScoreBias::kRelative) {
         const int longest = longest_if_short(params);
         using UpTo32 = Kernel<Tiling::kUpTo32, bias>;
-        using UpTo64 = Kernel<Tiling::kUpTo64, bias>;
         if (longest <= 32 && fits<UpTo32>(launch)) return plan_kernel<UpTo32>(params, launch);
-        if (longest <= 64 && fits<UpTo64>(launch)) return plan_kernel<UpTo64>(params, launch);
-        if constexpr (kHeadDim <= 64) {
-          using UpTo128 = Kernel<Tiling::kUpTo128, bias>;
-          if (longest <= 128) return plan_kernel<UpTo128>(params, launch);
+        if constexpr (kHeadDim >= 128) {
+          using UpTo64 = Kernel<Tiling::kUpTo64, bias>;
+          if (longest <= 64 && fits<UpTo64>(launch)) return plan_kernel<UpTo64>(params, launch);
+        }
+        if constexpr (kHeadDim <= 128) {
+          using UpTo512 = Kernel<Tiling::kUpTo512, bias>;
+          if (gains_by_short_forward(params, launch.device.multiprocessors)) {
+            return plan_kernel<UpTo512>(params, launch);
+          }
         }
       }
       return tiling_switch<Kernel<Tiling::kLarge, bias>>(
@@ -50,7 +54,9 @@ struct ForwardLauncher {
   template <typename Form>
   static void run(const ForwardPlan&, const ForwardParams& given, const CudaLaunch& launch) {
     if constexpr (Form::kIsShort) {
-      launch_attention<Form>(run_forward<Form>, launch, int64_t{given.batch.batch} * given.heads,
+      const BatchParams& batch = given.batch;
+      const int tiles = std::max(1, ceil_div(batch.max_seqlen_q, Form::kRows));
+      launch_attention<Form>(run_forward<Form>, launch, int64_t{batch.batch} * given.heads * tiles,
                              "forward", given, WorkList{});
       return;
     }

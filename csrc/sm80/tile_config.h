@@ -10,12 +10,12 @@ namespace hstu::sm80 {
 constexpr int kSmallMemory = 99 * 1024;
 
 // The tile sizes of a kernel: for most calls, for GPUs with 99 KB of shared memory, and for batches
-// of short sequences, with at most 32, 64 or 128 rows and keys.
+// of short sequences, with at most 32, 64, 128 (backward) or 512 (forward) rows and keys.
 //
-// With short sequences, a block has one sequence and head. It needs no work list, so no kernel runs
-// before, and no stages of K and V. Blocks are small, so that many of them hide each other's
-// latency.
-enum class Tiling { kLarge, kSmallMemory, kUpTo32, kUpTo64, kUpTo128 };
+// With short sequences, a block has one sequence and head, or one tile of its rows (kUpTo512). It
+// needs no work list, so no kernel runs before. Blocks are small, so that many of them hide each
+// other's latency. Most have all keys in one tile.
+enum class Tiling { kLarge, kSmallMemory, kUpTo32, kUpTo64, kUpTo128, kUpTo512 };
 
 constexpr bool is_for_short_sequences(Tiling tiling) { return tiling >= Tiling::kUpTo32; }
 
@@ -48,11 +48,11 @@ constexpr ForwardTiles forward_tiles() {
     if constexpr (kHeadDim == 128) return {32, 32, 2, 7, {2, true}};
     return {32, 32, 2, 4, {2, true}};
   } else if constexpr (kTiling == Tiling::kUpTo64) {
-    if constexpr (kHeadDim <= 64) return {64, 64, 4, 4, {2, false}};
     if constexpr (kHeadDim == 128) return {64, 64, 4, 3, {2, true}};
     return {64, 64, 4, 2, {2, true}};
-  } else if constexpr (kTiling == Tiling::kUpTo128) {
-    return {128, 64, 4, 2, {2, false}};
+  } else if constexpr (kTiling == Tiling::kUpTo512) {
+    if constexpr (kHeadDim <= 64) return {64, 64, 4, 4, {2, false}};
+    return {64, 64, 4, 2, {2, true}};
   } else if constexpr (kHeadDim == 32) {
     return {128, 64, 4, 2, {4, false}};
   } else if constexpr (kHeadDim == 64) {
@@ -96,6 +96,10 @@ constexpr BackwardTiles backward_tiles() {
     if constexpr (kHeadDim == 64) return {64, 64, 4, 3, 1, 4, 4, 4, {2, true}};
     if constexpr (kHeadDim == 128) return {64, 64, 4, 2, 1, 2, 4, 4, {1, true}};
     return {64, 64, 8, 1, 1, 4, 2, 2, {2, true}};
+  } else if constexpr (kTiling == Tiling::kUpTo128) {
+    if constexpr (kHeadDim == 32) return {64, 128, 8, 1, 2, 2, 8, 4, {2, true}};
+    if constexpr (kHeadDim == 64) return {64, 128, 8, 1, 2, 2, 4, 4, {2, true}};
+    return {64, 128, 8, 1, 1, 2, 4, 2, {1, true}};
   } else if constexpr (kHeadDim == 32) {
     if constexpr (kLarge) return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
     return {64, 128, 8, 1, 2, 2, 8, 4, {2, true}};
