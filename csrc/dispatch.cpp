@@ -79,23 +79,23 @@ void print_choice(const char* pass, const char* kernels, const char* reason) {
 constexpr char kShortSequences[] = "short sequences, for which they are faster";
 
 // True if the sm80 kernels, which have tiles for short sequences, are faster on Hopper, too.
-bool is_faster_by_sm80(const CudaDevice& device, const ForwardParams& params) {
+bool is_faster_by_sm80(const CudaLaunch& launch, const ForwardParams& params) {
 #if defined(HSTU_ATTN_SM80)
-  if (device.is_forced) return false;
-  const int longest = sm80::longest_if_short(params);
+  if (launch.device.is_forced) return false;
+  const int longest = sm80::longest_if_short(params, launch);
   if (longest <= 64) return true;
   // For more than 256 tokens and few tiles, the small tiles of the sm90 kernels are faster.
-  return sm80::gains_by_short_forward(params, device.multiprocessors) &&
-         (longest <= 256 || sm80::short_row_tiles(params) > device.multiprocessors);
+  return sm80::gains_by_short_forward(params, launch) &&
+         (longest <= 256 || sm80::short_row_tiles(params) > launch.device.multiprocessors);
 #else
   return false;
 #endif
 }
 
 // The same for the backward.
-bool is_faster_by_sm80(const CudaDevice& device, const BackwardParams& params) {
+bool is_faster_by_sm80(const CudaLaunch& launch, const BackwardParams& params) {
 #if defined(HSTU_ATTN_SM80)
-  return !device.is_forced && sm80::gains_by_short_backward(params, device.multiprocessors);
+  return !launch.device.is_forced && sm80::gains_by_short_backward(params, launch);
 #else
   return false;
 #endif
@@ -202,14 +202,15 @@ std::optional<DenseBias> faster_rab(const CudaDevice& device, const ForwardParam
   return std::nullopt;
 }
 
-ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params) {
+ForwardKernel forward_kernel(const CudaLaunch& launch, const ForwardParams& params) {
+  [[maybe_unused]] const CudaDevice& device = launch.device;
   if (params.dtype == DType::kFloat8E4M3) return fp8_forward_kernel(device, params);
   const char* pass = params.paged.kv_cache ? "paged forward" : "forward";
   const char* reason_for_sm80 = nullptr;
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
     reason_for_sm80 = sm90::unsupported_reason(device, params);
-    if (is_faster_by_sm80(device, params)) reason_for_sm80 = kShortSequences;
+    if (is_faster_by_sm80(launch, params)) reason_for_sm80 = kShortSequences;
     if (!reason_for_sm80) {
       print_choice(pass, "sm90", nullptr);
       if (params.paged.kv_cache) {
@@ -238,13 +239,14 @@ ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& para
 #endif
 }
 
-BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params) {
+BackwardKernel backward_kernel(const CudaLaunch& launch, const BackwardParams& params) {
+  [[maybe_unused]] const CudaDevice& device = launch.device;
   if (params.backward_e4m3) return e4m3_backward_kernel(device, params);
   const char* reason_for_sm80 = nullptr;
 #if defined(HSTU_ATTN_SM90)
   if (device.arch == 90) {
     reason_for_sm80 = sm90::backward_unsupported_reason(device, params);
-    if (is_faster_by_sm80(device, params)) reason_for_sm80 = kShortSequences;
+    if (is_faster_by_sm80(launch, params)) reason_for_sm80 = kShortSequences;
     if (!reason_for_sm80) {
       print_choice("backward", "sm90", nullptr);
       return find(HeadDims{}, params,

@@ -2,7 +2,7 @@
 //
 // A call asks for its kernel, plans how it runs, allocates the workspace of the plan, and runs it:
 //
-//   const ForwardPlan plan = forward_kernel(launch.device, params).plan(params, launch);
+//   const ForwardPlan plan = forward_kernel(launch, params).plan(params, launch);
 //   launch.workspace = <device memory of plan.workspace_bytes>
 //   plan.run(plan, params, launch);
 #pragma once
@@ -76,7 +76,7 @@ std::optional<DenseBias> faster_rab(const CudaDevice& device, const ForwardParam
 // Pointers must be aligned to 16 bytes, and row and head strides must be multiples of 8 elements.
 // Strides of an e4m3 cache must be multiples of 16, or of 8 if the head dim is no multiple of 16.
 // rab and drab may have any strides.
-ForwardKernel forward_kernel(const CudaDevice& device, const ForwardParams& params);
-BackwardKernel backward_kernel(const CudaDevice& device, const BackwardParams& params);
+ForwardKernel forward_kernel(const CudaLaunch& launch, const ForwardParams& params);
+BackwardKernel backward_kernel(const CudaLaunch& launch, const BackwardParams& params);
 
 }  // namespace hstu

@@ -44,7 +44,7 @@ int64_t persistent_blocks(const CudaLaunch& launch, int64_t work_tiles) {
 }
 
 template <typename Kernel, typename... Arguments>
-void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, int64_t blocks,
+void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, dim3 blocks,
                       const char* name, const Arguments&... arguments) {
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedMemory);
   if (kSmemBytes > launch.device.shared_memory_bytes) {

@@ -14,7 +14,7 @@ namespace hstu {
 constexpr int kReservedMemory = 1024;
 
 struct LaunchConfig {
-  int64_t blocks = 0;
+  dim3 blocks = 0;
   int threads = 0;
   int smem_bytes = 0;  // dynamic shared memory
   // The kernel's blocks may start before the previous kernel has ended (programmatic dependent
@@ -28,7 +28,7 @@ template <typename... Parameters>
 void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& config,
                    const CudaLaunch& launch, const char* name,
                    const std::type_identity_t<Parameters>&... arguments) {
-  if (config.blocks == 0) return;
+  if (config.blocks.x == 0) return;
   cudaLaunchAttribute attributes[2] = {};
   int count = 0;
   // NOTE: only the code for 9.0 has the griddepcontrol instructions, not the PTX for later GPUs.
@@ -43,7 +43,7 @@ void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& config,
     cluster.val.clusterDim = {static_cast<unsigned>(config.cluster_size), 1, 1};
   }
   cudaLaunchConfig_t to = {};
-  to.gridDim = static_cast<unsigned>(config.blocks);
+  to.gridDim = config.blocks;
   to.blockDim = config.threads;
   to.dynamicSmemBytes = config.smem_bytes;
   to.stream = launch.stream;

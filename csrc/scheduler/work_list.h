@@ -201,28 +201,22 @@ class WorkQueue {
   SharedMemory& smem_;
 };
 
-// A queue with the methods of WorkQueue that needs no list, for short sequences. Each of
-// work_per_tile heads or groups of heads of a sequence has gridDim.x / (work_per_tile * batch)
-// blocks, and each of these takes every so many-th of its tiles of kSize rows (or keys), most often
-// one. Blocks with the last tiles, which have most keys under a causal mask, come first.
+// A queue with the methods of WorkQueue that needs no list, for short sequences. Block (b, head, z)
+// takes every gridDim.z-th tile of kSize rows (or keys) of sequence b, most often one. Blocks with
+// the last tiles, which have most keys under a causal mask, come first.
 template <int kSize, bool kByKeys>
 class SequenceQueue {
  public:
   struct SharedMemory {
     SequenceTile tile;
-    int index_in_tile;
-    int blocks;  // of a sequence, for one head or group of heads
+    int head;
   };
 
-  __device__ SequenceQueue(int work_per_tile, SharedMemory& smem, const BatchParams& batch)
-      : smem_(smem) {
+  __device__ SequenceQueue(SharedMemory& smem, const BatchParams& batch) : smem_(smem) {
     if (threadIdx.x == 0) {
-      const int n = static_cast<int>(blockIdx.x) / work_per_tile;
-      const int b = n % batch.batch;
-      const int blocks = static_cast<int>(gridDim.x) / (work_per_tile * batch.batch);
-      smem_.tile = {load_sequence(batch, b), b, blocks - 1 - n / batch.batch};
-      smem_.index_in_tile = static_cast<int>(blockIdx.x) % work_per_tile;
-      smem_.blocks = blocks;
+      const int b = static_cast<int>(blockIdx.x);
+      smem_.tile = {load_sequence(batch, b), b, static_cast<int>(gridDim.z - 1 - blockIdx.z)};
+      smem_.head = static_cast<int>(blockIdx.y);
     }
     __syncthreads();
   }
@@ -231,12 +225,12 @@ class SequenceQueue {
     return tile().index * kSize < (kByKeys ? tile().sequence.k_len : tile().sequence.q_len);
   }
   __device__ const SequenceTile& tile() const { return smem_.tile; }
-  __device__ int index_in_tile() const { return smem_.index_in_tile; }
+  __device__ int index_in_tile() const { return smem_.head; }
   __device__ void request_next() {}
   __device__ void fetch_next() {}
   __device__ void advance() {
     __syncthreads();  // all threads are done with the last tile
-    if (threadIdx.x == 0) smem_.tile.index += smem_.blocks;
+    if (threadIdx.x == 0) smem_.tile.index += static_cast<int>(gridDim.z);
     __syncthreads();
   }
 

@@ -171,7 +171,7 @@ struct Backward {
   static HSTU_DEVICE Queue make_queue(const BackwardParams& params, const BackwardBuffers& buffers,
                                       SharedMemory& smem) {
     if constexpr (kIsShort) {
-      return Queue(params.heads, smem.queue, params.batch);
+      return Queue(smem.queue, params.batch);
     } else {
       return Queue(buffers.list, smem.queue);
     }
@@ -229,6 +229,15 @@ struct Backward {
     const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
     const int k0 = work.index * kKeys;
+    const auto copy_keys = [&] {
+      const HeadRows<Element> k_rows(params.k, sequence.k_begin, sequence.k_len, head);
+      const HeadRows<Element> v_rows(params.v, sequence.k_begin, sequence.k_len, head);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(k_rows, k0,
+                                                                                     smem.k);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(v_rows, k0,
+                                                                                     smem.v);
+    };
+    if (kIsShort) copy_keys();
     if (threadIdx.x == 0) describe(params, buffers, work, head, smem);
     fill_map(params, buffers, work, head, smem);
     __syncthreads();
@@ -247,12 +256,7 @@ struct Backward {
     };
     int row_tile = smem.map.last();
     if (row_tile >= 0) {
-      const HeadRows<Element> k_rows(params.k, sequence.k_begin, sequence.k_len, head);
-      const HeadRows<Element> v_rows(params.v, sequence.k_begin, sequence.k_len, head);
-      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(k_rows, k0,
-                                                                                     smem.k);
-      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(v_rows, k0,
-                                                                                     smem.v);
+      if (!kIsShort) copy_keys();
       copy_rows(row_tile, 0);
     }
     if (is_last_head(buffers, queue, head)) queue.request_next();
@@ -378,7 +382,8 @@ struct Backward {
     const float scale = uniform_scale(params);
     const float alpha = static_cast<float>(params.alpha);
     if (is_last_head(buffers, queue, head)) queue.fetch_next();
-    __syncthreads();  // K and V have been read
+    if (kIsShort) ptx::cp_async_wait_all();  // K and V may not have arrived if no row sees them
+    __syncthreads();                         // K and V have been read
     if (kIsDeterministic && threadIdx.x == 0) release_dq_semaphore(buffers, smem, -1);
     store_keys(dk, alpha * scale, smem.k, params.dk, work, head);
     store_keys(dv, scale, smem.v, params.dv, work, head);

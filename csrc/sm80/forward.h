@@ -67,7 +67,8 @@ struct Forward {
       // The blocks of the first head zero the rows between sequences.
       if (queue.index_in_tile() == 0 && threadIdx.x < 32) {
         zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads,
-                                            blockIdx.x / params.heads, gridDim.x / params.heads);
+                                            blockIdx.x + gridDim.x * blockIdx.z,
+                                            gridDim.x * gridDim.z);
       }
     } else if (!list.tiles) {  // no prepare_scheduler() zeroed them
       constexpr int kWarps = kThreads / 32;
@@ -81,7 +82,7 @@ struct Forward {
   static HSTU_DEVICE Queue make_queue(const ForwardParams& params, const WorkList& list,
                                       SharedMemory& smem) {
     if constexpr (kIsShort) {
-      return Queue(params.heads, smem.queue, params.batch);
+      return Queue(smem.queue, params.batch);
     } else {
       return Queue(list, smem.queue, params.batch, kRows);
     }
@@ -118,6 +119,12 @@ struct Forward {
           smem.v_rows, k0, smem.v[stage]);
       ptx::cp_async_commit();
     };
+    const auto copy_q = [&] {
+      const HeadRows<Element> q_rows(params.q, sequence.q_begin, sequence.q_len, head);
+      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
+          q_rows, r0, smem.q);
+    };
+    if (kIsShort) copy_q();
     const int key_tiles = ceil_div(sequence.k_len, kKeys);
     smem.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
       // A mask given row by row has no summaries without a list.
@@ -132,10 +139,11 @@ struct Forward {
 
     int tile = smem.map.last();
     if (tile >= 0) {
-      const HeadRows<Element> q_rows(params.q, sequence.q_begin, sequence.q_len, head);
-      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
-          q_rows, r0, smem.q);
+      if (!kIsShort) copy_q();
       copy_keys(tile * kKeys, 0);
+    } else if (kIsShort) {
+      ptx::cp_async_wait_all();
+      __syncthreads();  // Q has arrived, which O replaces
     }
     queue.request_next();
     const auto smem_q = rows_tile<kRows, kHeadDim>(smem.q);

@@ -11,16 +11,18 @@ namespace hstu::sm80 {
 
 // Most rows or keys of a sequence, by the call's max_seqlen_q and max_seqlen_k, if a kernel for
 // short sequences can compute the call; else INT_MAX.
-inline int longest_if_short(const ForwardParams& params) {
+inline int longest_if_short(const ForwardParams& params, const CudaLaunch& launch) {
   const BatchParams& batch = params.batch;
+  if (launch.sm_margin > 0) return INT_MAX;  // their grid is not limited to some multiprocessors
   if (batch.batch == 0 || params.paged.kv_cache || params.relative_bias) return INT_MAX;
+  if (params.heads > 65535) return INT_MAX;  // a grid has no more blocks in its second dimension
   return std::max(batch.max_seqlen_q, batch.max_seqlen_k);
 }
 
 // The same for the backward.
-inline int longest_if_short(const BackwardParams& params) {
+inline int longest_if_short(const BackwardParams& params, const CudaLaunch& launch) {
   if (params.drab.data && params.drab.heads != params.heads) return INT_MAX;
-  return longest_if_short(static_cast<const ForwardParams&>(params));
+  return longest_if_short(static_cast<const ForwardParams&>(params), launch);
 }
 
 // Row tiles of the forward's kernel for up to 512 tokens, which has a block for each.
@@ -29,8 +31,9 @@ inline int64_t short_row_tiles(const ForwardParams& params) {
 }
 
 // True if that kernel is faster than a list of larger tiles. Measured on an H200.
-inline bool gains_by_short_forward(const ForwardParams& params, int multiprocessors) {
-  const int longest = longest_if_short(params);
+inline bool gains_by_short_forward(const ForwardParams& params, const CudaLaunch& launch) {
+  const int longest = longest_if_short(params, launch);
+  const int multiprocessors = launch.device.multiprocessors;
   const int head_dim = std::max(params.q.head_dim, params.v.head_dim);
   const int64_t tiles = short_row_tiles(params);
   if (head_dim <= 64) return longest <= 128 || (longest <= 512 && tiles <= 16 * multiprocessors);
@@ -38,12 +41,12 @@ inline bool gains_by_short_forward(const ForwardParams& params, int multiprocess
 }
 
 // True if a block for each sequence and head is faster in the backward than a list of key tiles.
-inline bool gains_by_short_backward(const BackwardParams& params, int multiprocessors) {
-  const int longest = longest_if_short(params);
+inline bool gains_by_short_backward(const BackwardParams& params, const CudaLaunch& launch) {
+  const int longest = longest_if_short(params, launch);
   if (longest <= 64) return true;
   const int64_t sequences = int64_t{params.batch.batch} * params.heads;
   const bool is_wide = std::max(params.q.head_dim, params.v.head_dim) > 128;
-  return longest <= 128 && (!is_wide || 2 * sequences > multiprocessors);
+  return longest <= 128 && (!is_wide || 2 * sequences > launch.device.multiprocessors);
 }
 
 template <int kHeadDim, DType kDType>

@@ -43,12 +43,12 @@ struct BackwardLauncher {
   // NOTE: a form for short sequences repeats its bits in any case.
   template <typename Use>
   static auto form_switch(const BackwardParams& params, const CudaLaunch& launch, Use use) {
-    const int longest = longest_if_short(params);
+    const int longest = longest_if_short(params, launch);
     const std::false_type any_order;
     if (longest <= 32 && fits<Kernel<Tiling::kUpTo32>>(launch)) {
       return use(std::integral_constant<Tiling, Tiling::kUpTo32>(), any_order);
     }
-    if (gains_by_short_backward(params, launch.device.multiprocessors)) {
+    if (gains_by_short_backward(params, launch)) {
       if constexpr (kHeadDim <= 128) {
         if (longest > 64 && gains_by_128_keys(params, launch)) {
           return use(std::integral_constant<Tiling, Tiling::kUpTo128>(), any_order);
@@ -186,7 +186,7 @@ struct BackwardLauncher {
     buffers.heads_per_work_tile = 1;
     buffers.drab = params.drab;
     buffers.dq = take_short_dq<Form>(params, launch.workspace).sums;
-    launch_attention<Form>(run_backward<Form>, launch, int64_t{params.batch.batch} * params.heads,
+    launch_attention<Form>(run_backward<Form>, launch, dim3(params.batch.batch, params.heads),
                            "backward", params, buffers);
   }
 

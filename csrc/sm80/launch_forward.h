@@ -20,7 +20,7 @@ struct ForwardLauncher {
   static ForwardPlan plan(const ForwardParams& params, const CudaLaunch& launch) {
     return bias_switch(params, [&](auto bias) {
       if constexpr (kSource == KeySource::kPacked && bias != ScoreBias::kRelative) {
-        const int longest = longest_if_short(params);
+        const int longest = longest_if_short(params, launch);
         using UpTo32 = Kernel<Tiling::kUpTo32, bias>;
         if (longest <= 32 && fits<UpTo32>(launch)) return plan_kernel<UpTo32>(params, launch);
         if constexpr (kHeadDim >= 128) {
@@ -29,7 +29,7 @@ struct ForwardLauncher {
         }
         if constexpr (kHeadDim <= 128) {
           using UpTo512 = Kernel<Tiling::kUpTo512, bias>;
-          if (gains_by_short_forward(params, launch.device.multiprocessors)) {
+          if (gains_by_short_forward(params, launch)) {
             return plan_kernel<UpTo512>(params, launch);
           }
         }
@@ -54,9 +54,8 @@ struct ForwardLauncher {
   template <typename Form>
   static void run(const ForwardPlan&, const ForwardParams& given, const CudaLaunch& launch) {
     if constexpr (Form::kIsShort) {
-      const BatchParams& batch = given.batch;
-      const int tiles = std::max(1, ceil_div(batch.max_seqlen_q, Form::kRows));
-      launch_attention<Form>(run_forward<Form>, launch, int64_t{batch.batch} * given.heads * tiles,
+      const int tiles = std::max(1, ceil_div(given.batch.max_seqlen_q, Form::kRows));
+      launch_attention<Form>(run_forward<Form>, launch, dim3(given.batch.batch, given.heads, tiles),
                              "forward", given, WorkList{});
       return;
     }

@@ -257,24 +257,27 @@ def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
     )
     # With one multiprocessor left, the forward also has a list of work tiles.
     sm_margin = ALL_BUT_ONE if deterministic else 0
+    if os.environ["HSTU_ATTN_FORCE_ARCH"] == "80":
+        batch.max_seqlen_q = batch.max_seqlen_k = 520  # for the kernels of longer sequences
     check_small_batch(hstu_attention, batch, deterministic=deterministic, sm_margin=sm_margin)
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("memory", ["", SMALL_MEMORY], ids=["all-memory", "small-memory"])
 @pytest.mark.parametrize("bias", [None, "rab"])
-@pytest.mark.parametrize("longest", [32, 64, 128])
+@pytest.mark.parametrize(("longest", "more"), [(32, 0), (64, 0), (128, 0), (128, 70), (300, 0)])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @both_dtypes
-def test_every_kernel_for_short_sequences(monkeypatch, dtype, dim, longest, bias, memory):
+def test_every_kernel_for_short_sequences(monkeypatch, dtype, dim, longest, more, bias, memory):
     monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", memory)
     if os.environ["HSTU_ATTN_FORCE_ARCH"] == "90":
         pytest.skip("sm90 has no kernels of its own for them")
-    lengths = [longest, 0, 5]
+    ones = [1] * more  # there are other kernels for many sequences
     options = {"heads": 2, "dim": dim, "dim_v": dim - 8, "dtype": dtype, "device": "cuda"}
-    batch = make_batch(lengths, [longest, 0, 3], mask="context-target", bias=bias, **options)
-    batch.seqused_q = torch.tensor([longest - 3, 0, 3], device="cuda")
-    batch.seqused_k = torch.tensor([longest, 0, 4], device="cuda")
+    options |= {"mask": "context-target", "bias": bias}
+    batch = make_batch([longest, 0, 5, *ones], [longest, 0, 3, *ones], **options)
+    batch.seqused_q = torch.tensor([longest - 3, 0, 3, *ones], device="cuda")
+    batch.seqused_k = torch.tensor([longest, 0, 4, *ones], device="cuda")
     check_small_batch(hstu_attention, batch)
 
 

@@ -1,7 +1,8 @@
 """Tests of what the CUDA kernels do for short sequences and for few rows. All need a GPU.
 
-The sm80 kernels have tiles for batches of at most 32 and of at most 64 tokens. On Hopper, forwards
-of longer ones may have no list of work tiles, and those of few rows have small tiles.
+The sm80 kernels have tiles for batches of at most 32, 64 and 128 tokens, and in the forward 512. On
+Hopper, forwards of longer ones may have no list of work tiles, and those of few rows have small
+tiles.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hstu_attn import hstu_attention
+from hstu_attn import Mask, hstu_attention
 from hstu_attn.testing import MASK_NAMES, check_against_reference, make_batch, make_lengths, run
 from tests.helpers.cuda_checks import DENSE_BIASES, DTYPES, check, random_dout
 from tests.helpers.head_dims import HEAD_DIMS
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mask", MASK_NAMES)
-@pytest.mark.parametrize("longest", [32, 64])
+@pytest.mark.parametrize("longest", [32, 64, 128, 300])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_short_sequences(dim, longest, mask):
     lengths = [longest, 0, 1, 17, longest - 1, *make_lengths(40, longest)]
@@ -40,13 +41,25 @@ def test_short_sequences(dim, longest, mask):
     check(replace(batch, **used))
 
 
+@pytest.mark.parametrize("mask", ["causal", "context-target", "func-3"])
+@pytest.mark.parametrize(("count", "longest"), [(1000, 20), (200, 128)])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_many_short_sequences(dim):
-    """There are 4,000 work tiles, several times as many as blocks."""
-    batch = make_batch(
-        make_lengths(1000, 20), heads=4, dim=dim, dtype=DTYPES[0], device="cuda", mask="causal"
-    )
-    check(batch)
+def test_many_short_sequences(dim, count, longest, mask):
+    """There are several times as many blocks as are resident. With up to 128 tokens, a block of the
+    backward adds up dQ of two tiles of keys."""
+    lengths = [longest, 65, 64, *make_lengths(count, longest)]
+    options = {"heads": 4, "dim": dim, "dtype": DTYPES[0], "device": "cuda"}
+    check(make_batch(lengths, mask=mask, **options))
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_rows_that_see_no_key(dim):
+    """O and dQ are zeros where whole tiles of rows see nothing."""
+    lengths = [128, 100, *[1] * 100]
+    batch = make_batch(lengths, dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
+    spans = torch.zeros(int(batch.cu_seqlens_q[-1]), 4, dtype=torch.int32, device="cuda")
+    spans[70:90, 1] = 128
+    check(replace(batch, mask=Mask(row_spans=spans)))
 
 
 @pytest.mark.parametrize("bias", [None, "position-time"])
@@ -79,17 +92,24 @@ def test_sequences_longer_than_stated(stated, dim):
     ("dim", "longest", "count", "expected"),
     [
         (256, 64, 2, ["sm80", "sm80"]),
-        (128, 65, 50, ["sm90", "sm90"]),
-        (64, 128, 2, ["sm90", "sm90"]),
-        (64, 128, 50, ["sm80", "sm90"]),
-        (64, 128, 300, ["sm90", "sm90"]),
-        (64, 129, 50, ["sm90", "sm90"]),
+        (256, 128, 2, ["sm90", "sm90"]),
+        (256, 128, 80, ["sm90", "sm80"]),
+        (128, 128, 20, ["sm80", "sm80"]),
+        (128, 128, 80, ["sm90", "sm80"]),
+        (128, 192, 20, ["sm80", "sm90"]),
+        (128, 193, 20, ["sm90", "sm90"]),
+        (64, 128, 2000, ["sm80", "sm80"]),
+        (64, 256, 2, ["sm80", "sm90"]),
+        (64, 257, 2, ["sm90", "sm90"]),
+        (64, 512, 50, ["sm80", "sm90"]),
+        (64, 512, 200, ["sm90", "sm90"]),
+        (64, 513, 50, ["sm90", "sm90"]),
     ],
 )
 def test_hopper_has_short_sequences_computed_by_sm80(
     dim, longest, count, expected, monkeypatch, capfd
 ):
-    """The forward and the backward, unless HSTU_ATTN_FORCE_ARCH says otherwise."""
+    """The forward and the backward, unless HSTU_ATTN_FORCE_ARCH or sm_margin says otherwise."""
     forced = "sm" + os.environ["HSTU_ATTN_FORCE_ARCH"]
     if forced == "sm80":
         pytest.skip("is about a choice that a GPU has which runs sm90's kernels")
@@ -97,14 +117,15 @@ def test_hopper_has_short_sequences_computed_by_sm80(
     lengths = [longest, *[3] * (count - 1)]
     batch = make_batch(lengths, dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
 
-    def chosen():
-        run(hstu_attention, batch, random_dout(batch))
+    def chosen(**options):
+        run(hstu_attention, batch, random_dout(batch), **options)
         return [line.split()[3].rstrip(",") for line in capfd.readouterr().err.splitlines()]
 
     assert chosen() == [forced, forced]
     monkeypatch.delenv("HSTU_ATTN_FORCE_ARCH")
     assert chosen() == expected
     check(batch)
+    assert chosen(sm_margin=1) == ["sm90", "sm90"]
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)

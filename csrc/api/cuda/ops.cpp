@@ -302,6 +302,7 @@ class Call {
   }
 
   const CudaDevice& device() const { return launch_.device; }
+  const CudaLaunch& launch() const { return launch_; }
 
   void run(const ForwardKernel& kernel, const ForwardParams& params) {
     const ForwardPlan plan = kernel.plan(params, launch_);
@@ -313,7 +314,7 @@ class Call {
   template <typename Quantize>
   void run_quantized(Quantize& quantize, ForwardParams params) {
     const int64_t bytes = lay_out(quantize, nullptr, params);
-    const ForwardPlan plan = forward_kernel(device(), params).plan(params, launch_);
+    const ForwardPlan plan = forward_kernel(launch_, params).plan(params, launch_);
     const std::optional<Tensor> workspace = take_workspace(bytes + plan.workspace_bytes);
     lay_out(quantize, launch_.workspace, params);
     launch_.workspace = static_cast<char*>(launch_.workspace) + bytes;
@@ -375,7 +376,7 @@ void CudaOps::forward(const Arguments& args, const TensorView& out, ForwardParam
     call.run_quantized(quantize, params);
   } else {
     copies.bias(args, params, call.device(), /*is_backward=*/false);
-    call.run(forward_kernel(call.device(), params), params);
+    call.run(forward_kernel(call.launch(), params), params);
   }
   copies.copy_back();
 }
@@ -389,7 +390,7 @@ void CudaOps::forward_fp8(const Arguments& args, const TensorView& out, ForwardP
   AlignedCopies copies;
   copies.fp8_bias(args.rab, params.rab);
   copies.output(out, params.out);
-  call.run(forward_kernel(call.device(), params), params);
+  call.run(forward_kernel(call.launch(), params), params);
   copies.copy_back();
 }
 
@@ -413,7 +414,7 @@ void CudaOps::backward(const Arguments& args, const TensorView& dout, const Grad
   copies.output(gradients.dq, params.dq);
   copies.output(gradients.dk, params.dk);
   copies.output(gradients.dv, params.dv);
-  const BackwardKernel kernel = backward_kernel(call.device(), params);
+  const BackwardKernel kernel = backward_kernel(call.launch(), params);
   if (gradients.drab && !kernel.writes_drab_whole) fill_with_zeros(*gradients.drab);
   call.run(kernel, params);
   copies.copy_back();
