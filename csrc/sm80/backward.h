@@ -209,8 +209,11 @@ struct Backward {
         const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);
         if (!buffers.dq_writers[first + m].contains(work.index)) return TileKind::kEmpty;
       }
-      // A mask given row by row has no summaries without a list.
-      if (kIsShort && is_given_by_row(params.mask)) return TileKind::kPartial;
+      // A mask given row by row has no summaries without a list. To classify the only tile of keys
+      // would take longer than to mask it.
+      if (kIsShort && (sequence.k_len <= kKeys || is_given_by_row(params.mask))) {
+        return TileKind::kPartial;
+      }
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
       // The first tile of keys stores dQ of rows that see no key, too.

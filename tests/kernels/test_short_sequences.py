@@ -26,7 +26,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("longest", [32, 64, 128, 300])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_short_sequences(dim, longest, mask):
-    lengths = [longest, 0, 1, 17, longest - 1, *make_lengths(40, longest)]
+    count = 40 if longest <= 128 else 8
+    lengths = [longest, 0, 1, 17, longest - 1, *make_lengths(count, longest)]
     number = dim // 32 + longest // 32 + MASK_NAMES.index(mask)
     options = {"dim": dim, "dtype": DTYPES[number % 2], "device": "cuda", "mask": mask}
     check(make_batch(lengths, bias=DENSE_BIASES[number % len(DENSE_BIASES)], **options))
@@ -41,7 +42,7 @@ def test_short_sequences(dim, longest, mask):
     check(replace(batch, **used))
 
 
-@pytest.mark.parametrize("mask", ["causal", "context-target", "func-3"])
+@pytest.mark.parametrize("mask", ["causal", "func-3"])
 @pytest.mark.parametrize(("count", "longest"), [(1000, 20), (200, 128)])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_many_short_sequences(dim, count, longest, mask):
