@@ -68,15 +68,6 @@ struct DeviceSum {
       for (int i = 0; i < kVector; ++i) whole.values[n + i] = sum[index(n) + i];
     }
   }
-
-  template <typename Sum>
-  static HSTU_DEVICE void store(const Sum& whole, float* sum) {
-#pragma unroll
-    for (int n = 0; n < Sum::kCount; n += kVector) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sum[index(n) + i] = whole.values[n + i];
-    }
-  }
 };
 
 template <int kHeadDim_, typename Element_, Tiling kTiling, ScoreBias kBias, bool kIsDeterministic>
