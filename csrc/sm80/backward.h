@@ -200,8 +200,8 @@ struct Backward {
         const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);
         if (!buffers.dq_writers[first + m].contains(work.index)) return TileKind::kEmpty;
       }
-      // A mask given row by row has no summaries without a list. To classify the only tile of keys
-      // would take longer than to mask it.
+      // A mask given row by row has no summaries without a list. The only tile of keys is not
+      // classified, because that would be work before the block's first product.
       if (kIsShort && (sequence.k_len <= kKeys || is_given_by_row(params.mask))) {
         return TileKind::kPartial;
       }
