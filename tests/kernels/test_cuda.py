@@ -255,8 +255,8 @@ def test_every_kernel(monkeypatch, dtype, dim, bias, deterministic, memory):
         mask="context-target",
         bias=bias,
     )
-    # With a margin, sm80 does not run its kernels for short sequences. With one multiprocessor left,
-    # the forward also has a list of work tiles.
+    # With a margin, sm80 does not run its kernels for short sequences; with one multiprocessor
+    # left, the forward also has a list of work tiles.
     sm_margin = ALL_BUT_ONE if deterministic else 1
     check_small_batch(hstu_attention, batch, deterministic=deterministic, sm_margin=sm_margin)
 
