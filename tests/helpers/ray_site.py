@@ -143,10 +143,20 @@ class Site:
         return (self.folder / "log").read_text(errors="replace")
 
     def applications(self) -> dict[str, Any]:
-        """Returns what `serve status` tells of each application, which takes longer."""
+        """Returns what `serve status` tells of each application, which takes longer.
+
+        Ray's dashboard, seldom and while it starts, closes a connection without an answer. It is
+        then asked again.
+        """
         plain = http_client.Client(self.dashboard)
         headers = {"Authorization": f"Bearer {RAY_TOKEN}"}
-        status, _, answer = plain.send("GET", "/api/serve/applications/", headers=headers)
+        for pause in (0.5, 1, 2, 4, None):
+            try:
+                status, _, answer = plain.send("GET", "/api/serve/applications/", headers=headers)
+                break
+            except ConnectionResetError:
+                assert pause is not None, self.log()
+                time.sleep(pause)
         assert status == 200, answer
         found: dict[str, Any] = answer["applications"]
         return found
