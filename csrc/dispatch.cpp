@@ -92,7 +92,7 @@ bool is_faster_by_sm80(const CudaLaunch& launch, const ForwardParams& params) {
 #endif
 }
 
-// The same for the backward.
+// is_faster_by_sm80() for the backward.
 bool is_faster_by_sm80(const CudaLaunch& launch, const BackwardParams& params) {
 #if defined(HSTU_ATTN_SM80)
   return !launch.device.is_forced && sm80::gains_by_short_backward(params, launch);

@@ -44,7 +44,7 @@ struct BatchParams {
   int64_t total_q = 0;
   int64_t total_k = 0;      // if paged: the keys that the pages and targets have room for
   int max_seqlen_q = 0;     // as the caller states it; not checked against cu_seqlens_q
-  int max_seqlen_k = 0;     // the same for keys, including cached keys and targets
+  int max_seqlen_k = 0;     // as max_seqlen_q, for keys, including cached keys and targets
   bool paged = false;       // keys before the targets are in pages; targets are rows of q
   IndexArray cu_seqlens_q;  // [B + 1]
   IndexArray cu_seqlens_k;  // [B + 1]
@@ -118,7 +118,7 @@ struct alignas(16) BucketCell {
 };
 
 // The weights of the differences of a cell with at most one threshold above its smallest
-// difference. In a cell with more of them, `threshold` is kSeveral.
+// difference. In a cell with more thresholds, `threshold` is kSeveral.
 struct alignas(16) WeightCell {
   static constexpr uint64_t kSeveral = uint64_t{1} << 63;
 
@@ -127,7 +127,7 @@ struct alignas(16) WeightCell {
   float high;
 };
 
-// The same for differences below 2^31.
+// A WeightCell of differences below 2^31, with their bucket.
 struct alignas(16) NarrowCell {
   static constexpr uint32_t kSeveral = uint32_t{1} << 31;
 
@@ -145,7 +145,7 @@ struct PreparedBias {
   // sm90: [position.heads, 4, position_copy_stride]. Four copies, of which copy n begins with entry
   // n.
   // sm80: [position.heads, position_copy_stride, 4]. For each entry e the entries e, e + 1, e - 8
-  // and e - 7: those that a thread needs in a 16 x 8 block of an accumulator.
+  // and e - 7, which a thread needs in a 16 x 8 block of an accumulator.
   float* position = nullptr;
   bool has_position_of_blocks = false;  // the layout of sm80
   int64_t position_head_stride = 0;
@@ -198,7 +198,7 @@ struct PagedParams {
   int64_t scale_kv_stride = 0;
   int64_t scale_slot_stride = 0;
 
-  // The page of a key, among those of its sequence, and its slot there.
+  // The index of a key's page among the pages of its sequence, and the key's slot in the page.
   template <typename Int>
   HSTU_HOST_DEVICE Int page_of(Int key) const {
     return key >> page_size_log2;
@@ -215,8 +215,8 @@ struct PagedParams {
 // A block has keys [128 j, 128 j + 128) of one sequence and is number first_tile(k_begin, b, 128) +
 // j of N = total_k / 128 + B, so that offsets alone tell its number. The v of a block is
 // transposed: [N, H, Dv, 128], with zeros behind the last key of the sequence. Each 32 keys of it
-// are in the order of key_at() in quantize/quantize.h, in which an accumulator of wgmma has them in
-// a thread.
+// are in the order of key_at() in quantize/quantize.h, in which a thread has them in a wgmma
+// accumulator.
 struct Fp8Params {
   static constexpr int kBlock = 128;  // keys of a block
 
@@ -238,9 +238,9 @@ struct Fp8Params {
   // bias/bias_bounds.h.
   float* bias_bounds = nullptr;
   // With pages of e4m3, q, k and v have the codes of rows, and k_descale and v_descale are [H,
-  // total_q]. For each entry of page_ids, these are the scales of the rows of its page that belong
-  // to the sequence, else 0, and the largest of them. A row without a finite code but zero has the
-  // scale 0, too.
+  // total_q]. For each entry of page_ids, page_scales has the scales of the rows of its page, and
+  // page_descales the largest of them. The scale is 0 for rows that do not belong to the sequence,
+  // and for rows whose codes are all zero or NaN.
   const float* page_scales = nullptr;    // [num_page_ids, 2, H, page_size]
   const float* page_descales = nullptr;  // [num_page_ids, 2, H]
 };

@@ -284,7 +284,7 @@ inline void check_dtype(const char* name, const TensorView& tensor, ScalarType d
   if (tensor.dtype != dtype) fail(name, expected, describe_dtype(tensor));
 }
 
-// Returns the dtype of a bias. It may be float32 or that of q; if q is e4m3, float32, bf16 or fp16.
+// Returns the dtype of a bias. It may be float32 or q's dtype; if q is e4m3, float32, bf16 or fp16.
 inline DType bias_dtype(const char* name, const TensorView& tensor, const TensorView& q) {
   const bool is_e4m3 = q.dtype == ScalarType::Float8_e4m3fn;
   const bool has_16_bits = tensor.dtype == ScalarType::BFloat16 || tensor.dtype == ScalarType::Half;

@@ -1,5 +1,4 @@
-// Checks the arguments of FP8: those of quantize_qkv and forward_fp8, and those of the attention
-// operators.
+// Checks the FP8 arguments of quantize_qkv, of forward_fp8 and of the attention operators.
 #include <algorithm>
 #include <climits>
 

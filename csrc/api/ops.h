@@ -44,9 +44,9 @@ struct CudaOps {
   // Checks the values of index arrays, if HSTU_ATTN_CHECK=1 is set: they have to be copied to the
   // host.
   static void check(const Arguments& args, const ForwardParams& params);
-  // In these, `params` points into the tensors of the other arguments.
+  // In these functions, `params` points into the tensors of the other arguments.
   static void forward(const Arguments& args, const TensorView& out, ForwardParams& params);
-  // The forward of what quantize_qkv returns.
+  // The forward with the tensors that quantize_qkv returns.
   static void forward_fp8(const Arguments& args, const TensorView& out, ForwardParams& params);
   static void backward(const Arguments& args, const TensorView& dout, const Gradients& gradients,
                        BackwardParams& params);

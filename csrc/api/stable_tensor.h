@@ -1,4 +1,4 @@
-// Tensors of torch's stable ABI: views of them, reading them from a boxed call, allocating them.
+// Tensors of torch's stable ABI: makes views, reads tensors from a boxed call, allocates tensors.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

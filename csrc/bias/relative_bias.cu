@@ -52,7 +52,7 @@ __device__ void copy_time_table(const RelativeBias& bias, int thread, int thread
     float* const to = prepared.time + int64_t{head} * bias.time.size;
     for (int n = thread; n < bias.time.size; n += threads) to[n] = weight_of(head, n);
   }
-  // The cells of buckets, then those of each head's weights.
+  // The cells of buckets, then the cells of each head's weights.
   for (int n = thread; n < cells_to_find(bias); n += threads) {
     const int index = n % kDifferenceCells;
     const BucketCell cell = find_bucket_cell(bias, index);

@@ -1,4 +1,4 @@
-// The conversion of e4m3 to 16-bit numbers; ptx.h has the one to e4m3.
+// The conversion of e4m3 to 16-bit numbers; ptx.h has conversions to e4m3.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -1,5 +1,5 @@
-// Kernel launches with programmatic dependent launch: a kernel's blocks start while the kernel
-// before still runs.
+// Kernel launches with programmatic dependent launch: a kernel's blocks start while the previous
+// kernel still runs.
 #pragma once
 
 #include <type_traits>
@@ -18,8 +18,9 @@ struct LaunchConfig {
   int threads = 0;
   int smem_bytes = 0;  // dynamic shared memory
   // The kernel's blocks may start before the previous kernel has ended (programmatic dependent
-  // launch), so the kernel must call wait_for_previous_kernel() before it touches what that one
-  // writes. Earlier kernels have ended by then, unless the previous kernel itself started early.
+  // launch), so the kernel must call wait_for_previous_kernel() before it accesses what the
+  // previous kernel writes. Earlier kernels have ended by then, unless the previous kernel itself
+  // started early.
   bool starts_early = false;
   int cluster_size = 1;
 };

@@ -2,15 +2,14 @@
 // a column.
 //
 // Every mask is, for each row, the union of at most two half-open key intervals (a RowSpan). Only a
-// `func` mask of more than two intervals needs more; its RowSpan is the hull and row_bits() is
-// exact.
+// `func` mask may have more intervals: then its RowSpan is a hull, and row_bits() is exact.
 //
 //   class Mask   row(r)                      the span of query row r
 //                row_bits(r, k0)             keys k0 .. k0 + 63 as bits
 //                kv_intervals(r0, r1)        keys that some row of [r0, r1) sees
 //                q_intervals(k0, k1)         rows that see some key of [k0, k1)
 //                classify(r0, r1, k0, k1)    whether a tile is empty, partial or full
-//                estimate(r0, r1)            one interval around those of kv_intervals, cheaply
+//                estimate(r0, r1)            one interval around kv_intervals(), cheaper to compute
 //                fully_visible(r0, r1)       keys that every row of [r0, r1) sees
 //                summarize(r)                the SpanSummary of row r
 //   tiles(...)   an interval list in tiles of a given size

@@ -13,7 +13,7 @@ HSTU_HOST_DEVICE constexpr std::common_type_t<N, By> ceil_div(N n, By by) {
   return (n + by - 1) / by;
 }
 
-// The smallest multiple that is not less than n.
+// n, rounded up to a multiple of `multiple`.
 template <typename N, typename By>
 HSTU_HOST_DEVICE constexpr std::common_type_t<N, By> round_up(N n, By multiple) {
   return ceil_div(n, multiple) * multiple;

@@ -6,8 +6,8 @@
 
 namespace hstu {
 
-// NOTE: torch's stable ABI turns it into a RuntimeError of the same text, which hstu_attn/ops.py
-// turns into a NotImplementedError.
+// NOTE: torch's stable ABI turns this exception into a RuntimeError of the same text, which
+// hstu_attn/ops.py turns into a NotImplementedError.
 struct NotImplemented : std::runtime_error {
   explicit NotImplemented(const std::string& text)
       : std::runtime_error("NotImplementedError: " + text) {}

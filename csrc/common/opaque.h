@@ -30,8 +30,8 @@ HSTU_DEVICE int opaque_thread_idx() {
   return index;
 }
 
-// The same, but the compiler knows that the index is not negative, so that it divides by a power of
-// two with a shift.
+// opaque_thread_idx(), but the compiler knows that the index is not negative, so that it divides by
+// a power of two with a shift.
 template <bool kHidden = true>
 HSTU_DEVICE int bounded_thread_idx() {
   const int index = opaque_thread_idx<kHidden>();
@@ -47,7 +47,7 @@ HSTU_DEVICE Element* opaque_pointer(Element* address) {
   return address + zero;
 }
 
-// Makes two numbers new values, which the compiler computes before it goes on.
+// Makes two numbers new values, which the compiler must compute at this point.
 HSTU_DEVICE void make_opaque(float& x, float& y) { asm volatile("" : "+f"(x), "+f"(y)); }
 
 // Values that were loaded before the call are loaded again after it, instead of being kept in

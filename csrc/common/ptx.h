@@ -30,7 +30,7 @@ HSTU_DEVICE void red_add_release(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Returns what was there before.
+// Returns the previous value.
 HSTU_DEVICE int atom_add_acq_rel(int* address, int value) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
@@ -80,7 +80,7 @@ HSTU_DEVICE void ldmatrix_x4(uint32_t address, uint32_t (&words)[4]) {
                : "r"(address));
 }
 
-// The same, with each matrix transposed.
+// ldmatrix_x4() with each matrix transposed.
 HSTU_DEVICE void ldmatrix_x4_transposed(uint32_t address, uint32_t (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -95,7 +95,7 @@ HSTU_DEVICE void stmatrix_x4(uint32_t address, const uint32_t (&words)[4]) {
                : "memory");
 }
 
-// Returns `word`, or what is at an address of shared memory if all bits of `word` are ones.
+// Returns `word`, or the word at an address of shared memory if all bits of `word` are ones.
 HSTU_DEVICE uint32_t ld_shared_if_ones(uint32_t word, const uint32_t* address) {
   asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0xffffffff; @p ld.shared.b32 %0, [%1];}"
                : "+r"(word)
@@ -128,7 +128,7 @@ HSTU_DEVICE uint32_t ld_shared_if(uint32_t bits, uint32_t mask, const uint32_t* 
 }
 
 // Returns a word whose low half is all ones if x is negative, and whose high half is all ones if y
-// is.
+// is negative.
 HSTU_DEVICE uint32_t signs_of(int x, int y) {
   uint32_t word;
   asm("prmt.b32 %0, %1, %2, 0xffbb;" : "=r"(word) : "r"(x), "r"(y));
@@ -186,7 +186,7 @@ HSTU_DEVICE uint32_t cvt_bf16x2(float low, float high) {
   return word;
 }
 
-// The same in fp16, with numbers out of its range replaced by its largest ones.
+// cvt_f16x2() with numbers out of range replaced by the largest fp16 numbers.
 HSTU_DEVICE uint32_t cvt_satfinite_f16x2(float low, float high) {
   uint32_t word;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -206,7 +206,7 @@ HSTU_DEVICE uint32_t cvt_e4m3x4(float a, float b, float c, float d) {
   return word;
 }
 
-// The same for two pairs in fp16.
+// cvt_e4m3x4() for two pairs of fp16 numbers.
 HSTU_DEVICE uint32_t cvt_e4m3x4(uint32_t a, uint32_t b) {
   uint32_t word;
   asm("{.reg .b16 low, high;\n"
@@ -339,7 +339,7 @@ HSTU_DEVICE void bulk_reduce_add(const float* from, float* to) {
       : "memory");
 }
 
-// The same for numbers in bf16.
+// bulk_reduce_add() for numbers in bf16.
 template <int kBytes>
 HSTU_DEVICE void bulk_reduce_add_bf16(const void* from, void* to) {
   asm volatile(

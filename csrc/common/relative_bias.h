@@ -2,8 +2,8 @@
 // of every GPU.
 //
 // Times differ little within blocks of 8 rows and 8 keys, so most blocks have one or two buckets.
-// prepare_relative_bias() finds the range of the times of 8 rows or keys; with these, the range of
-// the buckets of a block is found at once, in whatever order the times are.
+// prepare_relative_bias() finds the range of the times of 8 rows or keys. From two such ranges, the
+// range of the buckets of a block is found at once, whatever the order of the times.
 #pragma once
 
 #include "math.h"
@@ -37,7 +37,7 @@ HSTU_HOST_DEVICE int difference_cell(uint64_t difference) {
 #endif
 }
 
-// The same for a difference below 2^32.
+// The cell of a time difference below 2^32.
 HSTU_HOST_DEVICE int difference_cell(uint32_t difference) {
 #if defined(__CUDA_ARCH__)
   return cell_of_rounded(__uint2float_rz(difference));
@@ -46,8 +46,8 @@ HSTU_HOST_DEVICE int difference_cell(uint32_t difference) {
 #endif
 }
 
-// The smallest difference of a cell. A cell of a power of two below 8 may be empty: it has that of
-// the next one.
+// The smallest difference of a cell. A cell of a power of two below 8 may be empty: the result is
+// the smallest difference of the next cell.
 HSTU_HOST_DEVICE uint64_t first_difference(int cell) {
   if (cell == 0) return 0;
   const int exponent = (cell - 1) / kCellsOfPower;
@@ -137,7 +137,7 @@ HSTU_HOST_DEVICE DifferenceRange find_difference_range(const TimeRange& rows,
   return {0, past > future ? past : future};
 }
 
-// The same in 32 bits.
+// find_difference_range() in 32 bits.
 struct NarrowDifferences {
   uint32_t least;
   uint32_t most;

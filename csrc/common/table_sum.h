@@ -28,7 +28,7 @@ struct TableSum {
     const int exponent = static_cast<int>(bits >> 23 & 0xff);
     if (exponent == 0xff) return {kWords - 1, 1};
     const int64_t fraction = bits & 0x7fffff;
-    // NOTE: numbers of exponent 0 have no hidden bit, and the unit of those of exponent 1.
+    // NOTE: numbers of exponent 0 have no hidden bit, and the same unit as numbers of exponent 1.
     const int64_t integer = exponent == 0 ? fraction << 1 : fraction | 0x800000;
     const int64_t shifted = integer << exponent % kExponents;
     return {exponent / kExponents, bits >> 31 ? -shifted : shifted};

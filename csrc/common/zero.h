@@ -1,4 +1,5 @@
-// Zeroes the rows of 16-bit outputs that belong to no sequence or are behind its used length.
+// Zeroes the rows of 16-bit outputs that belong to no sequence or are behind a sequence's used
+// length.
 #pragma once
 
 #include "opaque.h"

@@ -15,7 +15,7 @@
 //   right form  B: [k / kPair][n], the pairs along k
 //
 // C is row-major Accum with row stride ldc. Rows of A and C are padded to kRows, columns of B and C
-// to kColumns; what the padded ones hold does not matter. k is padded with zeros to whole units, or
+// to kColumns; the contents of the padding do not matter. k is padded with zeros to whole units, or
 // to kPadding elements with AMX tiles.
 #pragma once
 
@@ -35,7 +35,7 @@ struct Matrix {
   int64_t row_stride;
   int64_t column_stride = 1;
 
-  // The same matrix from an element on.
+  // The matrix from an element on.
   HSTU_INLINE Matrix from(int64_t row, int64_t column) const {
     return {data + row * row_stride + column * column_stride, row_stride, column_stride};
   }

@@ -186,7 +186,7 @@ class Backward {
   }
 
   // Finds whether the row tile sees this chunk, and how many chunks it sees before this one and in
-  // all: these add to its dQ one after another.
+  // all. The chunks that it sees add to its dQ one after another.
   void find_chunks(Head& head, int r0, int r1) const {
     const int chunk = work_tile_.begin / kChunk;
     const KeyIntervals chunks = tiles(head.view.mask.kv_intervals(r0, r1), kChunk);

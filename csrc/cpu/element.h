@@ -71,7 +71,7 @@ HSTU_INLINE Float16 from_float<Float16>(float x) {
   const uint32_t bits = as_bits(x);
   const uint32_t sign = bits >> 16 & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;
-  // Normal: subtract 112 from the exponent and round the 13 bits that go.
+  // Normal: subtract 112 from the exponent and round off the low 13 bits.
   const uint32_t normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
   // Subnormal: adding 1/2 leaves the rounded multiple of 2^-24 in the low bits.
   const uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;

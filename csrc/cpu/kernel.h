@@ -29,7 +29,8 @@ struct TableGradients {
 struct Kernel {
   const char* name;
 
-  // NOTE: begin_thread and end_thread enclose the work tiles of one thread (tile registers).
+  // NOTE: a thread calls begin_thread before its work tiles and end_thread after them, for the tile
+  // registers of AMX and for non-temporal stores.
   void (*begin_thread)();
   void (*end_thread)();
 

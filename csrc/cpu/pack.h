@@ -110,7 +110,7 @@ HSTU_INLINE void transpose(const Unit* const (&rows)[kLanes<Unit>], int columns,
   }
 }
 
-// The same with rows that are from_stride apart.
+// transpose() of rows that are from_stride apart.
 template <typename Unit>
 HSTU_INLINE void transpose(const Unit* from, int64_t from_stride, int columns, Unit* to,
                            int64_t to_stride) {

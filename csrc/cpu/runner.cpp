@@ -117,7 +117,7 @@ void zero_rows(const PackedTensor& tensor, DType dtype, int heads, int64_t begin
   }
 }
 
-// Zeroes the rows that belong to no sequence or are past its used length.
+// Zeroes the rows that belong to no sequence or are past a sequence's used length.
 void zero_unused_rows(const PackedTensor& tensor, const ForwardParams& params, bool keys) {
   int64_t covered = 0;
   for (int b = 0; b < params.batch.batch; ++b) {

@@ -1,8 +1,8 @@
-// A process that has the memory of this one, and outlives it by a moment.
+// A process that shares the memory of this one, and outlives it by a moment.
 //
-// The kernel frees the memory of a killed process before it closes its files, which takes about
-// 0.1 ms for each megabyte, so that its connections look alive meanwhile. Where another process has
-// the same memory, there is nothing to free, and they are closed at once.
+// The kernel frees the memory of a killed process, about 0.1 ms for each megabyte, before it closes
+// the process's files, so that its connections look alive meanwhile. If another process shares the
+// memory, there is nothing to free, and the connections are closed at once.
 #include <pybind11/pybind11.h>
 
 #if defined(__linux__)
@@ -30,8 +30,8 @@ constexpr timespec kInterval = {0, 200'000'000};  // between two looks at the pa
 bool close_files_from(unsigned first) { return syscall(SYS_close_range, first, ~0U, 0) == 0; }
 
 // The main function of the process. It returns after the end of `parent`.
-// NOTE: errno is the parent's. No system call fails here, so that none writes it: signals, which
-// could interrupt them, are blocked.
+// NOTE: errno is shared with the parent, so no system call may fail here and write it. Signals,
+// which could interrupt the calls, are blocked.
 int hold_memory(void* parent) {
   close_files_from(0);
   prctl(PR_SET_NAME, "memory-holder");

@@ -121,7 +121,7 @@ struct Piece {
   }
 };
 
-// The same for an e4m3 cache. A row of a head is divided among 2^n neighboring lanes, kPiece
+// append_kernel() for an e4m3 cache. A row of a head is divided among 2^n neighboring lanes, kPiece
 // elements each, which compute its largest magnitude together. If kAligned, 80 registers per thread
 // are enough.
 template <typename Element, bool kAligned>

@@ -24,7 +24,7 @@ struct Slot {
 };
 
 // An e4m3 cache holds x / scale for each row of a head, rounded to nearest, ties to even. The scale
-// maps the largest finite magnitude of the row to that of e4m3. NaN and infinity are stored as NaN.
+// maps the largest finite magnitude of the row to kLargestE4m3. NaN and infinity are stored as NaN.
 constexpr float kLargestE4m3 = 448.0f;
 
 HSTU_HOST_DEVICE bool is_finite(float x) { return x - x == 0.0f; }

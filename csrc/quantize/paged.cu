@@ -1,5 +1,6 @@
-// The kernel before attention over pages of e4m3. Some of its blocks quantize rows, 8 elements of a
-// row in a thread, and the warps of the others gather the scales of a page and head each.
+// The kernel that runs before attention over pages of e4m3. Some of its blocks quantize rows, 8
+// elements of a row per thread. In the other blocks, each warp gathers the scales of one page and
+// head.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -21,7 +22,7 @@ constexpr int kPiece = 8;  // elements of a row in a thread
 HSTU_DEVICE float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 HSTU_DEVICE float to_float(__half x) { return __half2float(x); }
 
-// Returns in all lanes of a row the sum, or the largest, of what they have.
+// Returns in all lanes of a row the sum, or the maximum, of their values of x.
 template <typename Combine>
 HSTU_DEVICE float combine_lanes(float x, int lanes, Combine combine) {
   for (int step = lanes / 2; step > 0; step /= 2) {
@@ -44,8 +45,8 @@ struct Piece {
 };
 
 // Quantizes a row of k or v, or of q, whose descale is its norm. NaN and infinity become NaN.
-// Called by `lanes` neighboring lanes. `index` is that of the row and head in `codes`, `at` that in
-// `descales`.
+// Called by `lanes` neighboring lanes. `index` and `at` are the indices of the row and head in
+// `codes` and in `descales`.
 template <bool kIsQuery, typename Element>
 HSTU_DEVICE void quantize_row(const Piece<Element>& piece, int lanes, int columns, int column,
                               int64_t index, int64_t at, bool exists, uint8_t* codes,
@@ -105,8 +106,7 @@ HSTU_DEVICE void quantize_rows(const PagedQuantizeParams& params, int64_t row, i
   quantize_row<false>(v, lanes, columns, column, index, at, exists, params.v8, params.v_descale);
 }
 
-// True if no code of a row of a page is a number but zero: the rest is NaN. Such a row has the
-// scale 1, and needs none.
+// True if each code of a row of a page is zero or NaN. Such a row has the scale 1, but needs none.
 HSTU_DEVICE bool needs_no_scale(const PagedQuantizeParams& params, int64_t page, int part, int slot,
                                 int head) {
   const PagedParams& paged = params.paged;

@@ -1,4 +1,4 @@
-// Quantizes what a call with pages of e4m3 multiplies with them: Q, and the targets' K and V.
+// Quantizes the other inputs of a call with pages of e4m3: Q, and the targets' K and V.
 #pragma once
 
 #include "quantize.h"

@@ -170,7 +170,7 @@ struct Transpose {
     *reinterpret_cast<uint2*>(words + at(key, column / 4)) = codes;
   }
 
-  // Writes four channels of 16 keys: the four words at each position, turned.
+  // Writes four channels of 16 keys, with the four words of four channels transposed.
   HSTU_DEVICE void store(uint8_t* v8, int head_dim) const {
     const int group = threadIdx.x % 8;  // 16 keys
     const int word = threadIdx.x / 8;   // four channels
@@ -298,7 +298,8 @@ HSTU_DEVICE void write_columns(const Rows<Element, kLanes>& rows, float descale,
   transpose.store(to + block * head_dim * Fp8Params::kBlock, head_dim);
 }
 
-// Writes what belongs to the rows of Q, beside their codes. `bound` is that of write_rows().
+// Writes the descales, norms and products with the mean of K of the rows of Q. `bound` is the
+// result of write_rows().
 template <bool kIsSmooth, typename Element, int kLanes>
 HSTU_DEVICE void write_factors_of_q(Rows<Element, kLanes>& rows, float descale, float bound,
                                     const Workspace& workspace) {
@@ -322,7 +323,7 @@ HSTU_DEVICE void write_factors_of_q(Rows<Element, kLanes>& rows, float descale, 
   }
 }
 
-// The same for K.
+// Writes the descale and the norm of the rows of K. `bound` is the result of write_rows().
 template <typename Element, int kLanes>
 HSTU_DEVICE void write_factors_of_k(const Rows<Element, kLanes>& rows, float descale, float bound,
                                     float* scratch) {
@@ -335,7 +336,7 @@ HSTU_DEVICE void write_factors_of_k(const Rows<Element, kLanes>& rows, float des
   if (params.k_norm) params.k_norm[out] = bound;
 }
 
-// NOTE: this is little code, and the same for Q, K and V as far as possible: each instruction is
+// NOTE: the code is short, and shared by Q, K and V as far as possible: each instruction is
 // executed once, and fetching it takes as long as executing it.
 template <typename Element, int kLanes, bool kIsSmooth, bool kForBackward>
 __global__ void __launch_bounds__(kLanes* kRowsAtOnce, blocks_per_sm(kLanes))

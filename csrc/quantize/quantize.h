@@ -19,8 +19,9 @@ enum class QuantMode : int {
   kTensor,
 };
 
-// Descales of e4m3 inputs: that of a row is data[index * stride + head * head_stride], where
-// `index` is the number of what `per` names.
+// Descales of e4m3 inputs. The descale of a row is data[index * stride + head * head_stride], where
+// `index` is the number of the row's sequence, of its block or of the row itself, or 0, as `per`
+// says.
 struct GivenDescale {
   enum class Per : int { kTensor, kSequence, kBlock, kRow };
 
@@ -53,7 +54,7 @@ struct QuantizeParams {
   float* k_descale = nullptr;       // [H, blocks]
   float* v_descale = nullptr;       // [H, blocks]
   float* q_norm = nullptr;          // [H, total_q]: an upper bound of the norm of the row of q8
-  float* k_norm = nullptr;          // [H, blocks]: the same, the largest of the rows of k8
+  float* k_norm = nullptr;          // [H, blocks]: an upper bound of the norms of the rows of k8
   float* q_mean_product = nullptr;  // [H, total_q] with smooth_k: the row of q times K's mean
   float* k_mean = nullptr;          // [B, H, D] with smooth_k, or null: not wanted
   void* workspace = nullptr;        // quantize_workspace_bytes(), aligned to 16 bytes

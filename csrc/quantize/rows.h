@@ -58,8 +58,8 @@ HSTU_DEVICE RowBlock find_block(const BatchParams& batch, bool is_q, int64_t num
           static_cast<int>(clamp(length - first, 0, Fp8Params::kBlock))};
 }
 
-// The part of a block of threads, its head and its rows. A grid has the blocks of Q, then those of
-// K, then those of V.
+// The part (Q, K or V), the head and the rows of a block of threads. A grid has the blocks of Q,
+// then those of K, then those of V.
 struct BlockOfPart {
   Part part = Part::kQ;
   int head;
@@ -113,8 +113,7 @@ struct Piece {
 
   HSTU_DEVICE void set_nan(int n) { words[n / 2] |= n % 2 ? 0x7fff0000u : 0x7fffu; }
 
-  // Two numbers whose magnitudes are the largest of those in the same halves of words; NaN where
-  // one is NaN.
+  // For each half of the words, a number with the largest magnitude of the four; NaN if one is NaN.
   HSTU_DEVICE uint32_t largest_pair() const {
     static_assert(!kIsE4m3);
     return larger_magnitudes<Element>(larger_magnitudes<Element>(words[0], words[1]),
@@ -142,8 +141,8 @@ HSTU_DEVICE float largest_of(const float (&x)[kSteps]) {
   return largest;
 }
 
-// Combines x[n] over the kLanes lanes of a row, for each n < 8. Lane l of these returns the result
-// for n = l / (kLanes / 8), and the first of the lanes with the same n owns n.
+// Combines x[n] over the kLanes lanes of a row, for each n < 8. Lane l of the row returns the
+// result for n = l / (kLanes / 8), and the first of the lanes with the same n owns n.
 template <int kLanes, typename Combine>
 HSTU_DEVICE float reduce_to_owners(float (&x)[kSteps], Combine combine) {
   static_assert(kSteps == 8 && kLanes >= 8);

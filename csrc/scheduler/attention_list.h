@@ -9,7 +9,7 @@
 namespace hstu {
 
 // Takes the memory of the work list of forward kernel Form, with `num_splits` work tiles for each
-// tile of rows and head. A list takes time to make. There is none if all work tiles of the batch
+// tile of rows and head. A list takes time to make. There is no list if all work tiles of the batch
 // are resident at once, or if sequences are short (WorkList::sequence_tiles), unless there are
 // splits or the mask needs summaries.
 template <typename Form>

@@ -161,8 +161,8 @@ __device__ void make_list(const PrepareParams& params) {
             if (active) atomicAdd(&bins[bin], 1);
             return;
           }
-          // Bins are filled from their ends, because sequences are visited from theirs: so the
-          // tiles of one sequence are in ascending order within a bin.
+          // Bins are filled from their ends, because each sequence is visited from its last tile to
+          // its first: so its tiles are in ascending order within a bin.
           const unsigned peers =
               __match_any_sync(0xffffffff, active ? lane / group * kPaddedBins + bin : -1);
           const int leader = 31 - __clz(peers);
@@ -179,8 +179,8 @@ __device__ void make_list(const PrepareParams& params) {
   }
 }
 
-// Writes which key tiles add to the dQ of each tile of rows. If spans are given row by row, and for
-// row tiles that a TileMap has no bits for, these are all key tiles.
+// Writes which key tiles add to the dQ of each tile of rows. All key tiles do if spans are given
+// row by row, or if a TileMap has no bit for the row tile.
 __device__ void write_dq_writers(const PrepareParams& params, int first, int step) {
   for (int b = first; b < params.batch.batch; b += step) {
     const Sequence sequence = load_sequence(params.batch, b);

@@ -25,7 +25,7 @@ struct PrepareParams {
   // that blocks finish at about the same time.
   int tail_divisor = 1;
 
-  // The outputs. Rows of them that belong to no sequence become zeros.
+  // The outputs. Output rows that belong to no sequence become zeros.
   int heads = 0;
   PackedTensor row_output;      // [total_q, H, head_dim]
   PackedTensor key_outputs[2];  // [total_k, H, head_dim]; null data: no such output

@@ -17,7 +17,7 @@ enum class SplitKVReduction : int {
 struct SplitKVPlan {
   SplitKVReduction reduction = SplitKVReduction::kNone;
   int num_splits = 1;
-  // For kGlobalMemory: the keys of each split but the last, which gets all that follow. A fixed
+  // For kGlobalMemory: the keys of each split but the last, which gets the remaining keys. A fixed
   // length keeps the order of summation of a sequence independent of the rest of the batch.
   // A cluster divides the key tiles that a tile of rows sees, see clip_to_cluster_rank().
   int keys_per_split = INT_MAX;

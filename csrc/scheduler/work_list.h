@@ -3,8 +3,8 @@
 // work from it by an atomic counter, so that no length ever has to reach the host.
 //
 // A work tile is one listed tile for one head (or group of heads, or split): each listed tile
-// stands for WorkList::work_per_tile of them, and work_index counts work tiles in the order of the
-// list.
+// stands for WorkList::work_per_tile work tiles, and work_index counts work tiles in the order of
+// the list.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -95,8 +95,8 @@ HSTU_HOST_DEVICE bool find_row_tile(const BatchParams& batch, int64_t tile_index
 }
 
 // Two ranges [begin, end) of the key tiles that some row of a tile of rows sees. In a deterministic
-// backward they add to its dQ in ascending order.
-// NOTE: only this, and not the mask, decides whether a key tile takes part. With inconsistent
+// backward, these key tiles add to the row tile's dQ in ascending order.
+// NOTE: only these ranges, and not the mask, decide whether a key tile adds. With inconsistent
 // offsets sequences share tiles of rows, and blocks could wait for a key tile that never adds.
 struct alignas(16) TileSpans {
   int begin[2];
@@ -117,9 +117,9 @@ struct alignas(16) TileSpans {
 
 #if defined(__CUDACC__)
 
-// The tile scheduler of a block, which gives it one work tile after another. While the block works
-// on one, request_next() learns which is next; while the block stores its results, fetch_next()
-// copies the description of the next tile.
+// The tile scheduler of a block, which gives it one work tile after another. While the block
+// processes a work tile, request_next() gets the index of the next one; while the block stores its
+// results, fetch_next() copies the description of the next tile.
 class WorkQueue {
  public:
   struct Entry {
@@ -137,7 +137,7 @@ class WorkQueue {
     advance();
   }
 
-  // The same for tiles of rows. If there is no list, each block has one work tile.
+  // A queue of tiles of rows. If there is no list, each block has one work tile.
   __device__ WorkQueue(const WorkList& list, SharedMemory& smem, const BatchParams& batch,
                        int tile_rows)
       : list_(list), smem_(smem) {

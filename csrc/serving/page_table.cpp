@@ -129,7 +129,7 @@ StepSize PageTable::begin(const int64_t* users, const int64_t* new_tokens,
   return {number, step.pages, step.tokens};
 }
 
-// Marks the users as the step's.
+// Makes the users members of the step, and checks that there is room for their new tokens.
 void PageTable::enrol(Step& step, int64_t number, const int64_t* users, const int64_t* new_tokens,
                       const int64_t* cached_lens, const int64_t* rewritten, int64_t batch) {
   step.members.reserve(batch);
@@ -171,8 +171,9 @@ void PageTable::enrol(Step& step, int64_t number, const int64_t* users, const in
   }
 }
 
-// Chooses users of the device tier, least recently used first, whose pages make the room that
-// enrol() has found to be there. The host takes the most recently used ones of them that fit.
+// Chooses users of the device tier to evict, least recently used first, until their pages make
+// enough room; enrol() has checked that they can. The host takes the most recently used of these
+// users that fit.
 std::vector<PageTable::Victim> PageTable::choose_victims(Step& step) const {
   std::vector<Victim> victims;
   int64_t room = size_of(device_.free);
@@ -215,7 +216,7 @@ void PageTable::evict(const std::vector<Victim>& victims, Step& step) {
 
 void PageTable::move_to_host(User& user, Step& step) {
   device_.take(user);
-  user.host_pages.swap(user.pages);  // the list is as long there
+  user.host_pages.swap(user.pages);  // the list has the same length on the host
   for (auto page = user.host_pages.rbegin(); page != user.host_pages.rend(); ++page) {
     device_.free.push_back(*page);
   }

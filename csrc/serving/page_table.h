@@ -31,7 +31,7 @@ struct PageTableStats {
   int64_t pinned_pages = 0;  // used pages of users in open steps
   int64_t users = 0;
   int64_t hits = 0;       // users that a released step found with tokens
-  int64_t misses = 0;     // users that it found without
+  int64_t misses = 0;     // users that a released step found without tokens
   int64_t evictions = 0;  // users who lost their device pages
   int64_t free_host_pages = 0;
   int64_t used_host_pages = 0;
@@ -50,7 +50,7 @@ struct StepSize {
 };
 
 // The tables that write_tables() writes for a step of B users, P pages and N tokens to write. The
-// tokens are in the order of the users, and of each user first those that are written again.
+// tokens are in the order of the users. The rewritten tokens of a user come before its new tokens.
 struct StepTables {
   int32_t* page_offsets;    // [B + 1]
   int32_t* page_ids;        // [P]
@@ -67,12 +67,12 @@ struct PageMoves {
   void add(int64_t device_page, int64_t host_page);
 };
 
-// A user is in at most one open step. A user without tokens is the same as an unknown one, and is
-// kept only while its step is open. Every method may be called from any thread and is atomic: it
+// A user is in at most one open step. A user without tokens is equivalent to an unknown user, and
+// is kept only while its step is open. Every method may be called from any thread and is atomic: it
 // succeeds or changes nothing.
 //
 // With a tier on the host, a user in no open step is in one tier or the other. A step brings back
-// those of its users who are on the host; they hold pages in both tiers until it is closed, so that
+// its users who are on the host. They hold pages in both tiers until the step is closed, so that
 // rolling it back needs no copy. The copies that a step asks for (`moves`) must be made, or
 // enqueued, before the next step begins; else the step must be cancelled.
 class PageTable {
@@ -87,9 +87,10 @@ class PageTable {
   StepSize begin(const int64_t* users, const int64_t* new_tokens, const int64_t* cached_lens,
                  const int64_t* rewritten, int64_t batch);
 
-  // Returns the pages of users that an open step evicted, to copy to the host, and of those that it
-  // brings back, to copy to the device. A page of the device may be among both: it must be read for
-  // the first copy before it is written by the second. A page of the host is in one at most.
+  // Returns the pages of users that an open step evicted, to copy to the host, and the pages of
+  // users that it brings back, to copy to the device. A device page may be in both lists: the copy
+  // to the host must read it before the copy to the device writes it. A host page is in one list at
+  // most.
   std::pair<PageMoves, PageMoves> moves(int64_t number) const;
 
   // Fills in the tables of an open step.
@@ -99,9 +100,9 @@ class PageTable {
   // the batch most recently; none is on the host.
   void release(int64_t number);
 
-  // Closes a step and drops its tokens: its users are as long as they were, own the pages that they
-  // owned, and are in the tier where they were, as the most recently used ones there. Users evicted
-  // for the step stay evicted.
+  // Closes a step and drops its tokens: its users have their earlier lengths and pages again, in
+  // their earlier tiers, as the most recently used ones there. Users evicted for the step stay
+  // evicted.
   void roll_back(int64_t number);
 
   // Rolls back a step whose copies could not be made: users whom it evicted are forgotten.
@@ -149,12 +150,12 @@ class PageTable {
 
     explicit Tier(int64_t num_pages);
 
-    // Appends free pages to a user's, whose capacity suffices.
+    // Appends `count` free pages to a user's pages, whose capacity suffices.
     void extend(std::vector<int32_t>& pages, int64_t count);
     // Frees a user's pages after the first `count`.
     void shorten(std::vector<int32_t>& pages, int64_t count);
-    // Adds a user to the list as the newest, and takes one out of it. A user without tokens is not
-    // in the list.
+    // Add a user to the list as the newest, and take a user out of the list. A user without tokens
+    // is not in the list.
     void add(User& user);
     void take(User& user);
   };
@@ -164,7 +165,7 @@ class PageTable {
     int32_t new_tokens;
     int32_t rewritten;
 
-    // These two hold once begin() has lengthened the user.
+    // These two are valid once begin() has lengthened the user.
     int32_t cached() const { return user->length - new_tokens; }
     int32_t kept() const { return cached() - rewritten; }
   };
@@ -190,7 +191,7 @@ class PageTable {
   Step& find_step(int64_t number);
   const Step& find_step(int64_t number) const;
 
-  // The parts of begin(): the first three may throw and leave what close() undoes.
+  // The parts of begin(): the first three may throw, and close() undoes what they have done.
   void enrol(Step& step, int64_t number, const int64_t* users, const int64_t* new_tokens,
              const int64_t* cached_lens, const int64_t* rewritten, int64_t batch);
   std::vector<Victim> choose_victims(Step& step) const;
@@ -199,7 +200,7 @@ class PageTable {
 
   // Unpins a step's users, forgets those without tokens, and forgets the step.
   void close(int64_t number, Step& step);
-  // Closes a step after its users have been given what they keep.
+  // Closes a step whose users have their final pages, and adds the users to the lists of the tiers.
   void finish(int64_t number, Step& step);
   // Takes the new tokens from a step's users, and closes it.
   void undo(int64_t number, Step& step);

@@ -1,10 +1,10 @@
 // The fused backward: it recomputes the scores and computes dQ, dK, dV and the gradients of the
 // bias in one pass.
 //
-// A work tile is a tile of keys of one head. Where a bias has a gradient, it is a tile of keys of
-// all heads that share a bias head: they are processed one after another, so that one thread sums
-// each element of the gradient. dK and dV stay in registers. Each tile of rows adds its part of dQ
-// to an fp32 accumulator in device memory, which convert_dq scales and rounds.
+// A work tile is a tile of keys of one head. If the bias has a gradient, a work tile is a tile of
+// keys of all heads that share a bias head: the heads are processed one after another, so that one
+// thread sums each element of the gradient. dK and dV stay in registers. Each tile of rows adds its
+// part of dQ to an fp32 accumulator in device memory, which convert_dq scales and rounds.
 #pragma once
 
 #include "../common/activation.h"
@@ -24,7 +24,7 @@ struct BackwardBuffers {
   int heads_per_work_tile;
   float* dq;              // [row tiles, H, rows * head dim] in the order of DeviceSum; zeroed.
                           // Short sequences: not zeroed, and null if each has one tile of keys
-  TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
+  TileSpans* dq_writers;  // [row tiles]: the key tiles that add to the tile's dQ; null: any order
   int* dq_semaphore;      // [row tiles, H]: how many key tiles have added; zeroed; null: any order
   DenseBias drab;         // where dS is summed over heads: fp32 workspace, or params.drab
   TableSums sums;         // for the gradients of a relative bias's tables; zeroed
@@ -83,10 +83,10 @@ struct Backward {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = kTiles.stages;
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
-  // A short sequence has one tile of keys, which stores dQ itself.
+  // For short sequences, this kernel stores dQ itself, without convert_dq().
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
 
-  // The product for dQ reads its operands so. With a relative bias, head dim 256 would spill if
+  // How the product for dQ reads its operands. With a relative bias, head dim 256 would spill if
   // more copies were in flight.
   static constexpr Reading kRowReading =
       kHasRelativeBias && kHeadDim == 256 ? Reading{1, true} : kTiles.reading;
@@ -200,14 +200,14 @@ struct Backward {
         const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);
         if (!buffers.dq_writers[first + m].contains(work.index)) return TileKind::kEmpty;
       }
-      // A mask given row by row has no summaries without a list. The only tile of keys is not
+      // A mask given row by row has no summaries without a list. A single tile of keys is not
       // classified, because that would be work before the block's first product.
       if (kIsShort && (sequence.k_len <= kKeys || is_given_by_row(params.mask))) {
         return TileKind::kPartial;
       }
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
-      // The first tile of keys stores dQ of rows that see no key, too.
+      // The first tile of keys also stores dQ of rows that see no key.
       if (kIsShort && work.index == 0 && kind == TileKind::kEmpty) return TileKind::kPartial;
       if (kIsDeterministic && kind == TileKind::kEmpty) return TileKind::kPartial;
       if constexpr (kHasRelativeBias) {
@@ -384,7 +384,7 @@ struct Backward {
   }
 
  public:
-  // The scale of all rows; 1 if each row has its own.
+  // The scale of all rows; 1 if each row has its own scale.
   static HSTU_DEVICE float uniform_scale(const BackwardParams& params) {
     if (params.attn_scale_per_row) return 1.0f;
     return params.attn_scale ? params.attn_scale[0] : static_cast<float>(params.scale);
@@ -400,7 +400,7 @@ struct Backward {
     }
   }
 
-  // With a relative bias, p is alpha / 2 * S.
+  // Turns p from S (alpha / 2 * S with a relative bias) into P, and dx from dP into dX.
   static HSTU_DEVICE void silu_and_mask(const BackwardParams& params, int head, int r0, int k0,
                                         bool is_partial, const Sequence& sequence,
                                         typename Tile::Sum& p, typename Tile::Sum& dx) {
@@ -434,12 +434,12 @@ struct Backward {
     }
   }
 
-  // A deterministic backward adds the key tiles to a dQ in ascending order: dq_semaphore counts
-  // those that have added. A block releases it in the step after its addition, when the sums have
-  // had time to arrive.
+  // A deterministic backward adds the key tiles to a dQ in ascending order: dq_semaphore counts the
+  // key tiles that have added. A block releases it in the step after its addition, when the sums
+  // have had time to arrive.
 
-  // NOTE: the fence orders what all threads added before the last barrier, and what this thread has
-  // read of the next dq_semaphore, before what follows.
+  // NOTE: the fence orders the additions of all threads before the last barrier, and this thread's
+  // read of the next dq_semaphore, before the memory operations that follow.
   static HSTU_DEVICE void release_dq_semaphore(const BackwardBuffers& buffers, SharedMemory& smem,
                                                int64_t next_dq) {
     ptx::fence_acq_rel_gpu();
@@ -455,8 +455,8 @@ struct Backward {
     while (seen < before) seen = ptx::ld_acquire(semaphore);
   }
 
-  // Adds what earlier tiles of keys of the sequence have left at `total`, where each thread has its
-  // own elements, and leaves the sum to later ones.
+  // Adds the sum that earlier key tiles of the sequence have stored at `total`, where each thread
+  // has its own elements, and stores the new sum there for later key tiles.
   static HSTU_DEVICE void add_to_total(RowSum& dq, float* total, const SequenceTile& work) {
     const bool is_first = work.index == 0;
     const bool is_last = (work.index + 1) * kKeys >= work.sequence.k_len;
@@ -469,8 +469,8 @@ struct Backward {
   }
 
   // dQ = alpha * scale * dQ, rounded. If a sequence has several tiles of keys, each of them stores
-  // the sum so far. If it is longer than max_seqlen_k says, there is no total: `adds` is true, and
-  // later tiles add to what earlier ones have rounded.
+  // the sum so far. If the sequence is longer than max_seqlen_k says, there is no total: `adds` is
+  // true, and later tiles add to the rounded dQ of earlier tiles.
   static HSTU_DEVICE void store_rows_of_dq(const BackwardParams& params, RowSum& dq, bool adds,
                                            const SequenceTile& work, int r0, int head,
                                            SharedMemory& smem) {

@@ -102,7 +102,7 @@ class BiasTile {
     }
   }
 
-  // Reads what can be read 16 bytes at a time first, then the rest.
+  // Reads whole runs of aligned rows by vector loads first, then the other elements one by one.
   template <typename T>
   HSTU_DEVICE void fetch_as(int r0, int k0) {
     constexpr int kWords = kRun * sizeof(T) / 4;  // words of a run

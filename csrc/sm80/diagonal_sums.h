@@ -3,8 +3,8 @@
 //
 // Along a diagonal, chunk 0 of row b is continued by chunk n of 8 elements of row b + 8n. A warp
 // takes 16 values of b at a time, and adds up the 16 x 8 elements of each chunk by mma.sync with an
-// identity matrix. That leaves elements Y[b][t][i], which are 2t + i of a chunk, with t < 4 and i <
-// 2. Their distance is 2t + i - b, and they are added up over i and t by shuffles.
+// identity matrix. The result is Y[b][t][i], for element 2t + i of a chunk, with t < 4 and i < 2.
+// Its distance is 2t + i - b. Elements of the same distance are added up over i and t by shuffles.
 #pragma once
 
 #include "relative_bias.h"
@@ -21,8 +21,8 @@ class DiagonalSums {
  public:
   using Element = typename Mma::Element;
 
-  // Adds the sums to the entries of the position table. `ds` is a RowsTile, and `distance` is that
-  // of its first row and key. Called by all threads of the block.
+  // Adds the sums to the entries of the position table. `ds` is a RowsTile, and `distance` is the
+  // distance of its first row and key. Called by all threads of the block.
   static HSTU_DEVICE void add(const Element* ds, const ZeroChunk& zeros, int distance,
                               const RelativeBias& bias, const RelativeMatrix& matrix,
                               const TableSum& sums) {
@@ -127,8 +127,8 @@ class DiagonalSums {
     }
   }
 
-  // sums[q] = z[4q + t] of the 4 lanes of a row, added up. In each of two steps, a lane keeps half
-  // of the sums and adds its partner's parts to them.
+  // sums[q] is the sum of z[4q + t] over the 4 lanes of a row. In each of two steps, a lane keeps
+  // half of the sums and adds its partner's parts to them.
   static HSTU_DEVICE void add_lanes(const float (&z)[kCount], int t, float (&sums)[kCount / 4]) {
     const bool is_odd = t % 2 == 1;
     const bool is_upper = t >= 2;

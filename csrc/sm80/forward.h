@@ -70,7 +70,7 @@ struct Forward {
                                             blockIdx.x + gridDim.x * blockIdx.z,
                                             gridDim.x * gridDim.z);
       }
-    } else if (!list.tiles) {  // no prepare_scheduler() zeroed them
+    } else if (!list.tiles) {  // no prepare_scheduler() has zeroed these rows
       constexpr int kWarps = kThreads / 32;
       const int warp = blockIdx.x * kWarps + static_cast<int>(threadIdx.x) / 32;
       zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads, warp,
@@ -143,7 +143,7 @@ struct Forward {
       copy_keys(tile * kKeys, 0);
     } else if (kIsShort) {
       ptx::cp_async_wait_all();
-      __syncthreads();  // Q has arrived, which O replaces
+      __syncthreads();  // Q has arrived, before O overwrites it
     }
     queue.request_next();
     const auto smem_q = rows_tile<kRows, kHeadDim>(smem.q);

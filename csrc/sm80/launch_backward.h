@@ -1,5 +1,5 @@
 // Host side of the backward: chooses the kernel's form, lays out the workspace and launches
-// prepare_scheduler(), the kernel and what follows it.
+// prepare_scheduler(), the backward and the kernels that follow it.
 #pragma once
 
 #include "../common/attention_launch.h"
@@ -40,7 +40,7 @@ struct BackwardLauncher {
   }
 
  private:
-  // NOTE: a form for short sequences repeats its bits in any case.
+  // NOTE: a form for short sequences is deterministic in any case.
   template <typename Use>
   static auto form_switch(const BackwardParams& params, const CudaLaunch& launch, Use use) {
     const int longest = longest_if_short(params, launch);
@@ -64,13 +64,14 @@ struct BackwardLauncher {
     });
   }
 
-  // True if one tile of keys is faster for sequences of 65 to 128 tokens than two: a block of a
-  // sequence and head takes less time with it, but fewer blocks are resident.
+  // True if one tile of keys is faster for sequences of 65 to 128 tokens than two: with one tile, a
+  // block takes less time, but fewer blocks are resident.
   static bool gains_by_128_keys(const BackwardParams& params, const CudaLaunch& launch) {
     using UpTo64 = Kernel<Tiling::kUpTo64>;
     using UpTo128 = Kernel<Tiling::kUpTo128>;
     if (!fits<UpTo128>(launch)) return false;
-    // The time of a block with two tiles over that of one with one, measured on an H200.
+    // The time of a block with two tiles divided by the time of a block with one tile, measured on
+    // an H200.
     constexpr double kRelativeTime = kHeadDim == 128 ? 1.75 : 2;
     const int64_t blocks = int64_t{params.batch.batch} * params.heads;
     const int64_t rounds_of_64 = ceil_div(blocks, resident_blocks<UpTo64>(launch));

@@ -72,8 +72,9 @@ enum class Side { kLeft, kRight };
 
 // Reads 16 x 16 blocks of the warp's part of an operand by ldmatrix. The four 8 x 8 matrices of a
 // left operand are (rows 0-7, k 0-7), (rows 8-15, k 0-7), (rows 0-7, k 8-15) and (rows 8-15, k
-// 8-15): the A registers of one mma. Those of a right operand are (columns 0-7, k 0-7), (columns
-// 0-7, k 8-15), (columns 8-15, k 0-7) and (columns 8-15, k 8-15): the B registers of two.
+// 8-15): the A registers of one mma. The matrices of a right operand are (columns 0-7, k 0-7),
+// (columns 0-7, k 8-15), (columns 8-15, k 0-7) and (columns 8-15, k 8-15): the B registers of two
+// mma.
 template <Side kSide, Operand kOperand, typename Tile>
 class OperandReader {
  public:
@@ -161,7 +162,7 @@ HSTU_DEVICE auto left_operand_loader(const Tile& tile, A& a) {
   };
 }
 
-// The same with A also in shared memory.
+// gemm() with A also in shared memory.
 template <typename Mma, Operand kA, Operand kB, Reading kReading, typename Sum, typename A,
           typename B>
 HSTU_DEVICE void gemm(Sum& sum, const A& a, const B& b) {
@@ -179,7 +180,7 @@ HSTU_DEVICE void load_left_operand(const Tile& tile, A& a) {
   for (int step = 0; step < A::kSteps; ++step) load(step);
 }
 
-// The same product with all of A in registers, from load_left_operand() or as_left_operand().
+// gemm() with all of A in registers, from load_left_operand() or as_left_operand().
 template <typename Mma, Operand kB, Reading kReading, typename Sum, typename A, typename B>
 HSTU_DEVICE void gemm_registers(Sum& sum, const A& a, const B& b) {
   gemm<Mma, kB, kReading>(sum, a, b, [](int) {});

@@ -5,8 +5,8 @@
 // + m finds the buckets of block (m, n) from the ranges of the rows' and the keys' times, and
 // passes them to the other lanes by shuffles.
 //
-// The accumulators of S begin with the weights by position, to which those by time are added where
-// a block has several buckets. After the product, the blocks that have one bucket get its weight.
+// The accumulators of S are initialized with the weights by position, plus the weights by time of
+// blocks that have several buckets. After the product, blocks that have one bucket get its weight.
 #pragma once
 
 #include "../bias/relative_bias.h"
@@ -55,7 +55,7 @@ struct RelativeMatrix {
       weights = prepared.time + time_entry;
       cells = prepared.narrow_cells + table_head * kNarrowCells;
       key_times = bias.timestamps + sequence.k_begin;
-      // A row's time is that of the next event.
+      // A row's time is the time of the next event.
       row_times = bias.row_timestamps ? bias.row_timestamps + sequence.q_begin
                                       : key_times + sequence.offset + 1;
       last_row_time = bias.row_timestamps ? sequence.q_len - 1 : sequence.q_len - 2;
@@ -69,7 +69,7 @@ struct RelativeMatrix {
 struct TimeBlock {
   static constexpr int kHidden = -1;   // the mask hides the block
   static constexpr int kSeveral = -2;  // more than two, or not known
-  static constexpr int kWide = -3;     // the same, and differences of times need more than 31 bits
+  static constexpr int kWide = -3;     // several, and differences of times need more than 31 bits
 
   // Twice bucket(), plus 1 if the block has two buckets.
   // NOTE: this is one word, because registers are few.
@@ -100,8 +100,8 @@ class RelativeTile {
     return kind == TileKind::kFull && is_at_end ? TileKind::kPartial : kind;
   }
 
-  // Sets the scores to the weights by position, and adds those by time of blocks with several
-  // buckets. Returns the buckets of the lane's block. The mask is_partial if it hides scores of the
+  // Sets the scores to the weights by position, and adds the weights by time of blocks with several
+  // buckets. Returns the buckets of the lane's block. `is_partial`: the mask hides scores of the
   // tile.
   template <typename Sum>
   HSTU_DEVICE TimeBlock start(const MaskParams& mask, int head, bool is_partial,
@@ -136,8 +136,8 @@ class RelativeTile {
     }
   }
 
-  // Prefetches what this reads for the tile that begins with row r0 and key k0 into the L1 cache.
-  // Called by all threads of the block.
+  // Prefetches the table entries and times of the tile that begins with row r0 and key k0 into the
+  // L1 cache. Called by all threads of the block.
   HSTU_DEVICE void prefetch(int r0, int k0) const {
     const int thread = bounded_thread_idx();
     constexpr int kLines = ceil_div(Tile::kTileRows + Tile::kTileKeys, 8) + 1;  // of 8 entries
@@ -170,8 +170,8 @@ class RelativeTile {
     }
   }
 
-  // The low word of the time of a row of the tile, and those of two keys. Past the end of the
-  // sequence they are of other rows or keys.
+  // The low word of the time of a row of the tile, and the low words of the times of two keys. Past
+  // the end of the sequence, these are times of other rows or keys.
   HSTU_DEVICE uint32_t load_row_time(int row) const {
     return __ldg(&row_block(r0_ + row)->times[row % 8]);
   }
@@ -291,7 +291,7 @@ class RelativeTile {
     return min(k0_ + first + Tile::key_offset(lane() / 4 % kKeyBlocks * 2), sequence_.k_len - 1);
   }
 
-  // The times of the 8 rows or keys that have this one, or of the last ones of the sequence.
+  // The block of 8 rows or keys that contains this one, or the last block of the sequence.
   HSTU_DEVICE const KeyBlockTimes* row_block(int row) const {
     return matrix_.row_blocks + min(row, sequence_.q_len - 1) / 8;
   }
@@ -299,8 +299,8 @@ class RelativeTile {
     return matrix_.key_blocks + min(key, sequence_.k_len - 1) / 8;
   }
 
-  // Calls entries_at(distance) for each block of 16 rows by 8 keys, where `distance` is that of the
-  // thread's first row and key in it, relative to those of the tile.
+  // Calls entries_at(distance) for each block of 16 rows by 8 keys. `distance` is the distance of
+  // the thread's first row and key in the block, less that of its first row and key in the tile.
   template <typename Sum, typename EntriesAt>
   static HSTU_DEVICE void for_each_position(Sum& scores, EntriesAt entries_at) {
 #pragma unroll

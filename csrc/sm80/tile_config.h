@@ -13,9 +13,9 @@ constexpr int kSmallMemory = 99 * 1024;
 // of short sequences, with at most 32, 64, 128 (backward) or 512 (forward) rows and keys.
 //
 // With short sequences, a block has one sequence and head, or one tile of its rows (kUpTo512). It
-// needs no work list, so no kernel runs before. Blocks are small, so that many of them hide each
-// other's latency. Most have all keys in one tile. kUpTo64 is also for many sequences of up to 128
-// tokens in the backward, with two tiles of keys.
+// needs no work list, so no kernel runs before it. Blocks are small, so that many of them hide each
+// other's latency. Most blocks have all keys in one tile. kUpTo64 is also for many sequences of up
+// to 128 tokens in the backward, with two tiles of keys.
 enum class Tiling { kLarge, kSmallMemory, kUpTo32, kUpTo64, kUpTo128, kUpTo512 };
 
 constexpr bool is_for_short_sequences(Tiling tiling) { return tiling >= Tiling::kUpTo32; }

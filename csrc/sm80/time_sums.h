@@ -2,8 +2,8 @@
 //
 // dS of blocks of 8 rows and 8 keys, rounded to 16 bits, is the left operand of mma.sync, whose
 // right operand has ones in one column for each block of keys: these products add up the rows of
-// the blocks. A lane gets the sum of the block whose buckets it has found. It keeps the sum of its
-// bucket and that of the next one from one tile of rows to the next, until its bucket changes.
+// the blocks. A lane gets the sum of the block whose buckets it has found. It keeps the sums of its
+// bucket and of the next bucket from one tile of rows to the next, until its bucket changes.
 #pragma once
 
 #include <cfloat>
@@ -19,7 +19,7 @@ class TimeSums {
   using Element = typename Mma::Element;
   using Bias = RelativeTile<Tile>;
 
-  // Sums of dS that are not in device memory yet: those of a bucket and of the next one.
+  // Sums of dS for a bucket and the next bucket that are not in device memory yet.
   struct Kept {
     int bucket = 0;
     float sums[2] = {0, 0};
@@ -39,8 +39,8 @@ class TimeSums {
     }
     float whole = sum_blocks(words);
     if (__any_sync(kAllLanes, !(fabsf(whole) <= FLT_MAX))) {
-      // A product of zero and NaN is NaN, which would reach other blocks: adds NaN to the buckets
-      // that have it, and goes on without.
+      // A product of zero and NaN is NaN, which would reach other blocks. So NaN is added to the
+      // buckets that have it here, and removed from dS.
       add_not_finite(tile, own, ds, sums);
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n) {
@@ -63,7 +63,7 @@ class TimeSums {
     if (others) add_other_blocks(tile, own, others, ds, sums);
   }
 
-  // Adds what lanes keep to the table, where the condition is true, and clears it.
+  // Adds the kept sums of the lanes whose condition is true to the table, and clears them.
   static HSTU_DEVICE void add_kept(int64_t time_entry, const TableSum& sums, bool condition,
                                    Kept& kept) {
     uint32_t lanes = __ballot_sync(kAllLanes, condition);
@@ -86,7 +86,7 @@ class TimeSums {
  private:
   static constexpr int kRowBlocks = Bias::kRowBlocks;
   static constexpr int kKeyBlocks = Bias::kKeyBlocks;
-  static constexpr int kBuckets = 8;  // summed at once, in blocks with several
+  static constexpr int kBuckets = 8;  // buckets summed at once, in blocks with several buckets
   static constexpr uint32_t kOnes =
       std::is_same_v<Element, cutlass::half_t> ? 0x3c003c00 : 0x3f803f80;
   static constexpr uint32_t kExponent = std::is_same_v<Element, cutlass::half_t> ? 0x7c00 : 0x7f80;
@@ -113,12 +113,12 @@ class TimeSums {
                                             buckets.second >= first ? buckets.second : INT_MAX));
   }
 
-  // Row sums of blocks: element 2 (m % 2) + i of part m / 2 is that of row lane() / 4 of block
+  // Row sums of blocks: element 2 (m % 2) + i of part m / 2 is the sum of row lane() / 4 of block
   // (m, 2 (lane() % 4) + i).
   struct RowSums {
     float parts[kRowBlocks / 2][4] = {};
 
-    // Adds the rows of blocks (m, n) and (m + 1, n), and of the same with n + 1; m and n are even.
+    // Adds the rows of blocks (m, n), (m + 1, n), (m, n + 1) and (m + 1, n + 1); m and n are even.
     HSTU_DEVICE void add(int m, int n, const uint32_t (&left)[4]) {
       const uint32_t right[2] = {ones_if(lane() / 4 == n), ones_if(lane() / 4 == n + 1)};
       Mma::multiply(parts[m / 2], left, right);
@@ -167,7 +167,7 @@ class TimeSums {
     return sums.own();
   }
 
-  // The same for the scores in the second bucket of blocks that have two, which `split` names.
+  // sum_blocks() over the scores in the second bucket of the blocks in `split`, which have two.
   static HSTU_DEVICE float sum_second_buckets(const Bias& tile, const TimeBlock& own,
                                               uint32_t split, const Words& words) {
     const Tile thread;
@@ -203,8 +203,8 @@ class TimeSums {
     return sums.own();
   }
 
-  // Adds the first 8 x 8 elements of `right`, and the others, to row lane() / 4 of `sum` if its
-  // bucket is theirs.
+  // Adds the column sums of the first 8 x 8 elements of `right` to row lane() / 4 of `sum` if
+  // `is_first`, and of the second 8 x 8 elements if `is_second`.
   static HSTU_DEVICE void multiply(bool is_first, bool is_second, const uint32_t (&right)[2],
                                    float (&sum)[4]) {
     const uint32_t left[4] = {ones_if(is_first), 0, ones_if(is_second), 0};
@@ -241,7 +241,7 @@ class TimeSums {
     if (!is_finite_low(elements.word >> 16))
       sums.add(tile.time_entry() + elements.buckets.second, NAN);
   }
-  // The same for all blocks with one or two buckets.
+  // add_not_finite() for all blocks with one or two buckets.
   static HSTU_DEVICE void add_not_finite(const Bias& tile, const TimeBlock& own, const Element* ds,
                                          const TableSum& sums) {
     const uint32_t set = Bias::blocks_where(own.bucket() >= 0);

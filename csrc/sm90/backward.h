@@ -62,7 +62,7 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, 
         Consumers::run(params, smem, warpgroup - 1);
       }
     }
-    // NOTE: a block must not exit while the other one still writes to its shared memory.
+    // NOTE: a block must not exit while the other block still writes to its shared memory.
     if constexpr (Traits::kIsCluster) sync_blocks();
   }
 
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   Kernel::run(params, maps, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
-// Scales and rounds a block's tile of dQ, of one tile of rows of one head.
-// factor(tile, head) is what its sums are multiplied by.
+// Scales and rounds a block's tile of dQ: one row tile of one head. The sums are multiplied by
+// factor_of(tile, head).
 template <typename Kernel, typename Factor>
 HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums,
                                  Factor factor_of) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
   });
 }
 
-// The same for the backward in e4m3.
+// convert_dq() for the backward in e4m3, with the factors of the sequence and head.
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
     convert_e4m3_dq(const __grid_constant__ BackwardParams params,

@@ -1,9 +1,9 @@
 // The warpgroups of the backward that compute the weights by time of a relative bias, and sum dS
 // for the gradients of the tables.
 //
-// A warpgroup computes the weights of a tile of rows ahead of the consumers, then reads the dS that
-// they have stored for dQ of the tile before. If there are two, each has every second tile.
-// Consumers add the weights by position.
+// A bias warpgroup computes the weights of a row tile ahead of the consumers, then reads the dS
+// that the consumers have stored for dQ of its previous row tile. If there are two bias warpgroups,
+// each takes every second row tile. The consumers add the weights by position.
 #pragma once
 
 #include "../common/opaque.h"
@@ -41,7 +41,7 @@ class BackwardBias {
 
  private:
   // kHasTime: the bias has a time table. kSumsPositions: the gradient of the position table may be
-  // wanted. kSumsTimes: that of the time table is wanted.
+  // wanted. kSumsTimes: the gradient of the time table is wanted.
   template <bool kHasTime, bool kSumsPositions, bool kSumsTimes>
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem, int warpgroup) {
@@ -50,7 +50,7 @@ class BackwardBias {
     auto& memory = bias.warpgroups[warpgroup];
     Gradients gradients(thread_of_warpgroup(), memory.gradients);
     Times times(thread_of_warpgroup(), memory.keys, memory.warps[thread_of_warpgroup() / 32]);
-    uint32_t steps = 0;  // before the work tile
+    uint32_t steps = 0;  // number of steps before the work tile
     for_each_work_tile(smem.work_tiles, smem.pipeline_work, [&](const WorkTile& work_tile) {
       const SequenceTile& tile = work_tile.tile;
       const RelativeBias& tables = params.relative_bias;
@@ -154,7 +154,7 @@ class BackwardBias {
         next = kHasTime ? after : next_tile(work_tile, m);
         step += kWarpgroups;
       }
-      // With two warpgroups, the last step of the work tile may be the other's.
+      // With two warpgroups, the last step of the work tile may belong to the other warpgroup.
       const bool is_last = kWarpgroups == 1 || Traits::next_row_tile(work_tile, m) < 0;
       steps = is_last ? step - kWarpgroups + 1 : step;
       if constexpr (kSumsTimes) times.finish(entries);
@@ -177,8 +177,8 @@ class BackwardBias {
     return kWarpgroups == 2 && m >= 0 ? Traits::next_row_tile(work_tile, m) : m;
   }
 
-  // Adds the sums of the diagonals that end in the row tiles between tile m and tile `next`, which
-  // the warpgroup does not sum. If `next` is -1, all diagonals end.
+  // Adds the sums of the diagonals that end in the row tiles between tile m and tile `next`; the
+  // warpgroup reads no dS of those tiles. If `next` is -1, all diagonals end.
   static HSTU_DEVICE void skip_tiles(const TableEntries& entries, int m, int next,
                                      Gradients& gradients) {
     const int skipped = min(next < 0 ? kRows : abs(next - m) - 1, Gradients::kTilesOfDiagonal);

@@ -1,7 +1,7 @@
 // The consumers of the backward for head dims above 128, in a cluster of two blocks.
 //
-// In a step, the cluster processes 64 rows and the work tile's 128 keys. Block r has keys r (64 of
-// them, from 64 r on) and columns r (half of the head dim) of dK, dV and dQ:
+// In a step, the cluster processes 64 rows and the work tile's 128 keys. Block r has keys r (the 64
+// keys from 64 r on) and computes columns r (one half of the head dim) of dK, dV and dQ:
 //
 //                       warpgroup 0 of block r          warpgroup 1 of block r
 //   one wgmma product   S:  keys r x 64 rows            dP: keys r x 64 rows
@@ -131,8 +131,8 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         }
         q_state.advance();
 
-        // dV += P^T dO, dK += dS^T Q and dQ = dS K: each begins with the P and dS of its own block,
-        // and continues with those of the other block when they have arrived.
+        // dV += P^T dO, dK += dS^T Q and dQ = dS K: products with this block's P and dS start
+        // first, products with the other block's P and dS when these have arrived.
         Element* const ds = smem.ds[0];
         DqPart dq;
         const auto start_keys = [&] {
@@ -207,9 +207,9 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
     start_gemm(DqMma{}, rows_tensor<kRows, kBlockKeys>(ds), columns, dq, GMMA::ScaleOut::One);
   }
 
-  // One warpgroup has S, the other dP, both of all rows of the step. Each keeps half kOwn of its
-  // rows and gets the same half of the other's product. The halves go through the memory where the
-  // block's P and dS will be.
+  // One warpgroup has S, the other dP, each for all rows of the step. A warpgroup keeps half kOwn
+  // of its rows and receives the same half of the other warpgroup's product, through the shared
+  // memory that will hold the block's P and dS.
   template <int kOwn>
   static HSTU_DEVICE void exchange_halves(const Product& product, SharedMemory& smem,
                                           ConsumerBarrierState& barrier_state, Scores& kept,

@@ -1,5 +1,5 @@
-// The consumers of the backward: warpgroups that issue the products. In a cluster, they issue them
-// in another order, see backward_cluster.h.
+// The consumer warpgroups of the backward, which issue the wgmmas. backward_cluster.h has the
+// consumers of a cluster, whose order of products differs.
 #pragma once
 
 #include "backward_scores.h"
@@ -38,18 +38,18 @@ struct BackwardConsumers : Traits {
   using KeyMma = RegisterMma<Element, kColumns, kRows>;  // dK and dV: 64 keys by columns
   using DqMma = RowsByColumnsMma<Element, Dq::kColumns, kBlockKeys>;  // dQ: rows by columns
 
-  // Loads the bias of a tile while the products of the previous tile run; up to head dim 64 these
-  // are too short to hide it. Beside a bias by time there are no registers for it.
+  // Loads the bias of a tile while the wgmmas of the previous tile run. Up to head dim 64, the
+  // wgmmas are too short to hide the loads; with a time bias, there are too few registers.
   static constexpr bool kLoadsBiasEarly = kHeadDim > 64 && !Traits::kHasTimeBias;
 
-  // A relative bias leaves too few registers for S and dP beside dK and dV: the accumulator of dP
-  // reuses that of S, and only silu'(alpha * S) is kept, rounded to fp16.
+  // With a relative bias, there are too few registers for S, dP, dK and dV: dP reuses the
+  // accumulator of S, and only silu'(alpha * S) is kept, rounded to fp16.
   static constexpr bool kReusesScores =
       (Traits::kHasRelativeBias && kHeadDim == 128) || (Traits::kHasTimeBias && kHeadDim == 64);
 
-  // S of the next row tile is issued before dQ of this one. dQ waits for dS of both warpgroups,
-  // which need not run in lockstep this way. Above head dim 64, a relative bias leaves no registers
-  // for it.
+  // Issues S of the next row tile before dQ of this one, so that the warpgroups need not run in
+  // lockstep, although dQ waits for dS of both. Above head dim 64, a relative bias leaves too few
+  // registers.
   // NOTE: where registers do not suffice, ptxas serializes the wgmmas: it waits after each of them.
   static constexpr bool kStartsScoresEarly = !(Traits::kHasRelativeBias && kHeadDim > 64);
 
@@ -102,7 +102,7 @@ struct BackwardConsumers : Traits {
         silu_and_derivative(static_cast<float>(params.alpha), scores, weights, derivatives);
         if (tile.is_partial()) apply_mask_transposed<kRows>(visible, weights);
         if constexpr (kReusesScores) {
-          // NOTE: otherwise the compiler moves some of the above behind the product.
+          // NOTE: without the fences, the compiler moves some of the activation behind the product.
           Tensor weight_words = recast<uint32_t>(weights);
           Tensor derivative_words = recast<uint32_t>(packed);
           warpgroup_fence_operand(weight_words);
@@ -204,7 +204,7 @@ struct BackwardConsumers : Traits {
     }
   }
 
-  // The scale of all rows. If each row has its own, scale_rows() applies them relative to
+  // The scale of all rows. If each row has its own scale, scale_rows() applies it relative to
   // params.scale.
   static HSTU_DEVICE float uniform_scale(const BackwardParams& params) {
     const bool is_uniform = params.attn_scale && !params.attn_scale_per_row;
@@ -293,7 +293,7 @@ struct BackwardConsumers : Traits {
     }
   }
 
-  // bias = the weights by position, from the window at `state`, and those by time.
+  // bias = the weights by position, from the window at `state`, plus the weights by time.
   template <bool kHasTime>
   static HSTU_DEVICE void load_with_position(int warpgroup, QState state, SharedMemory& smem,
                                              BiasWeights& bias) {
@@ -308,8 +308,8 @@ struct BackwardConsumers : Traits {
     Tensor words = recast<uint32_t>(bias);
 #pragma unroll
     for (int n = 0; n < size(words); ++n) {
-      // Word 2 m has a pair of rows of the lane's first key, word 2 m + 1 of its second one, whose
-      // weights are those of 8 rows before.
+      // Words 2 m and 2 m + 1 have the same pair of rows, for the lane's first and second key. The
+      // second key is 8 further, so its weights are those of the first key 8 rows before.
       float2 weights = positions[n / 2 + 1 - n % 2];
       if constexpr (kHasTime) {
         weights.x += high_half<cutlass::half_t>(words(n));

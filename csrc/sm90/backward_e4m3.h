@@ -189,7 +189,7 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
     }
   }
 
-  // Starts sum = scale * sum + fragment * rows, of the warpgroup's columns of the rows.
+  // Starts sum = scale * sum + fragment * rows, for the warpgroup's columns of the rows.
   static HSTU_DEVICE void add_to_keys(Fragment& fragment, Element* columns, int warpgroup,
                                       KeySum& sum, GMMA::ScaleOut scale) {
     const auto own =
@@ -198,9 +198,9 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
     start_gemm_registers(KeyMma{}, fragment, own, sum, scale);
   }
 
-  // Stores the transpose: kRows rows of kBlockKeys bytes. Two lanes with neighboring keys exchange
-  // words, so that each has the four keys of a word in two of four rows. Of keys that both
-  // warpgroups have, each stores half of the rows.
+  // Stores dS as kRows rows of kBlockKeys bytes, the transpose of the fragment. Two lanes with
+  // neighboring keys exchange words, after which each lane has two of the four rows, four keys to a
+  // word. With kSharesKeys, each warpgroup stores half of the rows.
   static HSTU_DEVICE void store_dscores(const Fragment& dscores, int warpgroup, Element* to) {
     static_assert(kBlockKeys == 64 || kBlockKeys == 128, "the swizzle of 64 or 128 bytes");
     const int thread = reload_thread_idx() % kWarpgroup;
@@ -226,12 +226,12 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
   }
 
   // Waits until there is room for dQ of a tile.
-  // NOTE: with one buffer for both stages, that is when the tile before it has been added.
+  // NOTE: with one buffer for both stages, this waits until the previous tile of dQ has been added.
   static HSTU_DEVICE void acquire_dq(DqState state, SharedMemory& smem) {
     smem.pipeline_dq.producer_acquire(DqState{state.count + (Traits::kDqBuffers == 1)});
   }
 
-  // Stores a piece of dQ, eight values of each thread after another.
+  // Stores a piece of dQ in groups of eight values of each thread: [groups, threads, 8].
   static HSTU_DEVICE void store_dq(const DqPiece& dq, int piece, DqState state,
                                    SharedMemory& smem) {
     const int thread = reload_thread_idx() % kWarpgroup;

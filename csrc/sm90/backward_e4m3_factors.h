@@ -12,7 +12,8 @@
 //   dQ = k_descale * dscore * D' k'        dscore = dout_descale * v_descale * 2^dscore_shift
 //
 // `weight` is the largest power of two with which P' cannot overflow, since |silu(x)| <= |x|, and a
-// product of codes is at most D * 448^2; so is 2^-dscore_shift for D', since |silu'| <= 1.1.
+// product of codes is at most D * 448^2. Likewise, 2^-dscore_shift is the largest power of two with
+// which D' cannot overflow, since |silu'| <= 1.1.
 #pragma once
 
 #include "../scheduler/work_list.h"
@@ -20,8 +21,8 @@
 
 namespace hstu::sm90 {
 
-// The descales as quantize_qkv() writes them with QuantMode::kHead: of rows [H, total_q], and of
-// blocks of 128 keys [H, blocks].
+// The descales that quantize_qkv() writes with QuantMode::kHead: q and dout are [H, total_q], one
+// for each row; k and v are [H, blocks], one for each block of 128 keys.
 struct E4m3Descales {
   const float* q;
   const float* k;
@@ -34,7 +35,7 @@ struct E4m3Descales {
 struct E4m3Factors {
   float half_score;  // alpha / 2 * q_descale * k_descale
   float weight;
-  float dq, dk, dv;  // of the products, but for alpha and the scale of P
+  float dq, dk, dv;  // factors of the products, without alpha and the scale of P
 };
 
 // Returns the factors of a head of a sequence, and zeros if it has no rows or no keys.

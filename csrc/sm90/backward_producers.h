@@ -50,9 +50,9 @@ struct BackwardProducers : Traits {
   }
 
  private:
-  // Called by one warp. It gets work tiles, passes them to the other warps and copies their K and
-  // V. If no row sees a key of a work tile, it zeroes dK and dV of these keys, and consumers do not
-  // get the work tile.
+  // Gets work tiles, passes them to the other warps and copies their K and V. If no row sees a key
+  // of a work tile, zeroes dK and dV of its keys and does not pass it to the consumers. Called by
+  // one warp.
   static HSTU_DEVICE void find_work_tiles(const BackwardParams& params,
                                           const typename Traits::Maps& maps,
                                           const BackwardBuffers& buffers, SharedMemory& smem) {
@@ -145,8 +145,8 @@ struct BackwardProducers : Traits {
     }
   }
 
-  // Starts copying the columns of the rows from `first` on, which are part of one block of 128.
-  // `begin` is that of the sequence.
+  // Starts copying the transpose of the rows from `first` on, which are in one block of 128 rows.
+  // `begin` is the first row of the sequence.
   static HSTU_DEVICE void copy_columns(const CUtensorMap& map, int64_t begin,
                                        const WorkTile& work_tile, int first, Element* to,
                                        cutlass::arch::ClusterTransactionBarrier& full) {

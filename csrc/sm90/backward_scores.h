@@ -1,5 +1,4 @@
-// Elementwise operations of the backward on the transposed S and dP of a warpgroup, which has 64
-// keys by some rows.
+// Elementwise operations of the backward on a warpgroup's transposed S and dP: 64 keys by rows.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -11,7 +10,7 @@
 namespace hstu::sm90 {
 
 // P = silu(alpha * S), rounded, and derivatives = silu'(alpha * S). `derivatives` may be `scores`
-// itself, or have another type, to which they are rounded.
+// itself, or a tensor of another type, to which the values are rounded.
 template <typename Scores, typename Weights, typename Derivatives>
 HSTU_DEVICE void silu_and_derivative(float alpha, const Scores& scores, Weights& weights,
                                      Derivatives& derivatives) {
@@ -65,7 +64,7 @@ HSTU_DEVICE Element* transposed_rows(Element* tile) {
   return tile + row * kWarpgroupRows + (chunk ^ row % 8) * 8;
 }
 
-// Stores the transpose in shared memory as kRows rows by 64 keys.
+// Stores the transpose of `weights` in shared memory: kRows rows by 64 keys.
 template <int kRows, typename Weights, typename Element>
 HSTU_DEVICE void store_transposed(const Weights& weights, Element* to) {
   Element* const first = transposed_rows(to);

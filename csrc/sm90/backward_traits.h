@@ -20,8 +20,8 @@ struct BackwardMaps {
   CUtensorMap bias_gradient;
 };
 
-// The maps of the backward in e4m3, and its descales. Columns are blocks of 128 rows or keys that
-// are transposed as v is in Fp8Params.
+// The tensor maps and descales of the backward in e4m3. Maps of columns are of copies that are
+// transposed in blocks of 128 rows or keys, like v in Fp8Params.
 struct E4m3BackwardMaps : BackwardMaps {
   CUtensorMap q_columns;
   CUtensorMap k_columns;
@@ -34,26 +34,26 @@ struct BackwardBuffers {
   WorkList list;
   // [row tiles, H, rows * head dim] of Traits::DqElement in the order of DqTile; zeroed
   float* dq;
-  TileSpans* dq_writers;  // [row tiles]: the key tiles that add to its dQ; null: any order
-  // [row tiles, H, cluster size]: how many key tiles have added; zeroed; null: any order
+  TileSpans* dq_writers;  // [row tiles]: the key tiles that add to the tile's dQ; null: any order
+  // [row tiles, H, cluster size]: how many key tiles have added their dQ; zeroed; null: any order
   int* dq_semaphore;
   TableSums sums;  // for the gradients of a relative bias's tables; zeroed
-  float* totals;   // [blocks, warpgroups, 2, 64 keys * columns], of WorkspacePromotion, in e4m3
+  float* totals;   // [blocks, warpgroups, 2, 64 keys * columns], of WorkspacePromotion; e4m3 only
 };
 
-// The ways in which consumer warpgroups divide a work tile. Each computes S, dP, dK and dV of 64
-// keys, except in the last two.
+// How the consumer warpgroups divide a work tile. With kAlternateSteps and kColumnHalves, each
+// computes S, dP, dK and dV of 64 keys.
 enum class DqPartition {
   // One warpgroup computes dQ of a step, the other dQ of the next step.
   kAlternateSteps,
   // Each warpgroup computes half of the columns of dQ, because all of dQ would take too many
   // registers.
   kColumnHalves,
-  // The two blocks of a cluster divide it, because dK and dV of 64 keys would take all registers of
-  // a warpgroup: see backward_cluster.h.
+  // The two blocks of a cluster divide the work tile, because dK and dV of 64 keys would take all
+  // registers of a warpgroup: see backward_cluster.h.
   kCluster,
-  // The same in e4m3, whose products are short: a block has 64 keys, of which both warpgroups
-  // compute S and dP, and each has half of the columns of dK, dV and dQ.
+  // For e4m3, whose products are short: a work tile has 64 keys. Both warpgroups compute S and dP
+  // of all of them; each computes half of the columns of dK, dV and dQ.
   kSharedKeys,
 };
 
@@ -105,7 +105,7 @@ struct BackwardTraits {
   static constexpr int kRows = kBackwardRows;
   static constexpr int kKeys = (kSharesKeys ? 1 : kConsumers) * kWarpgroupRows;
   static constexpr int kClusterSize = kIsCluster ? 2 : 1;
-  // Keys and rows of one block. In a cluster, a block has the keys of its rank.
+  // Keys of one block. In a cluster, the block of rank r has group r of 64 keys.
   static constexpr int kBlockKeys = kKeys / kClusterSize;
   static constexpr int kKeyGroups = kBlockKeys / kWarpgroupRows;
   static constexpr int kScoreRows = kRows / kClusterSize;  // rows of S and dP per warpgroup
@@ -119,8 +119,8 @@ struct BackwardTraits {
   static constexpr int kBlocksPerSm = 1;
 
   // If true, the producer warp that copies Q and dO also computes which keys their rows see.
-  // Otherwise each consumer does, and has the registers for it only while no product runs. The
-  // producer needs up to 88 registers for it, which larger head dims cannot spare.
+  // Otherwise each consumer warpgroup does, which has the registers only while no wgmma runs. The
+  // producer needs up to 88 registers for this, which larger head dims cannot spare.
   static constexpr bool kProducerFindsMask =
       kDqPartition == DqPartition::kAlternateSteps && !kHasRelativeBias;
   static constexpr Registers kRegisters = kHasRelativeBias
@@ -128,7 +128,7 @@ struct BackwardTraits {
                                               : backward_registers(kProducerFindsMask);
 
   using Dq = DqTile<kRows, kHeadDim, kDqPartition>;
-  // Additions to dQ in device memory are bound by bytes, and in e4m3 the products are short.
+  // bf16 in e4m3: additions to dQ in device memory are bound by bytes, and the products are short.
   using DqElement = std::conditional_t<kIsE4m3, cutlass::bfloat16_t, float>;
 
   struct WorkTile : std::conditional_t<kIsE4m3, E4m3Factors, NoFactors> {
@@ -154,18 +154,18 @@ struct BackwardTraits {
   };
   using WorkState = PipelineState<2>;
   using KVState = PipelineState<1>;
-  static constexpr int kRowStages = kIsE4m3 && kHeadDim <= 128 ? 3 : 2;  // as many as have room
+  static constexpr int kRowStages = kIsE4m3 && kHeadDim <= 128 ? 3 : 2;  // as many as smem holds
   using QState = PipelineState<kRowStages>;
   using MaskState = PipelineState<2>;  // of partial tiles, if kProducerFindsMask
   using DoutState = PipelineState<kIsCluster ? 1 : kRowStages>;
   using BiasState = PipelineState<kHeadDim <= 64 ? 2 : 1>;
   using DsState = PipelineState<2>;
-  using DqState = PipelineState<2>;  // one thread per stage adds its dQ
+  using DqState = PipelineState<2>;  // for each stage, one producer thread adds dQ
   using ConsumerBarrierState = PipelineState<1>;
   static constexpr int kDsBuffers = kIsCluster ? 1 : 2;
-  // One buffer of dQ is enough, except in e4m3, whose steps are shorter, and in a deterministic
-  // backward, whose blocks wait for dq_semaphore: they have two where there is room. In a cluster,
-  // dQ overwrites Q.
+  // One buffer of dQ is enough, except in e4m3, where steps are shorter, and in a deterministic
+  // backward, where blocks wait for dq_semaphore: both have two buffers where there is room. In a
+  // cluster, dQ overwrites Q.
   static constexpr bool kHasRoomForDq = kIsE4m3 ? kHeadDim <= 128 : kHeadDim <= 64;
   static constexpr int kDqBuffers =
       kIsCluster ? 0 : ((kIsE4m3 || kIsDeterministic) && kHasRoomForDq ? 2 : 1);
@@ -220,8 +220,8 @@ struct BackwardTraits {
     // In a cluster: a barrier of the consumers of a block.
     Pipeline<ConsumerBarrierState::kStages> consumer_barrier;
     Pipeline<DqState::kStages> pipeline_dq;  // dQ, from the consumers to the producer that adds it
-    // The warp that copies rows arrives when it has nearly finished a work tile: the next one is
-    // wanted.
+    // The warp that copies rows arrives here when it has nearly finished a work tile, so that
+    // find_work_tiles() gets the next one.
     cutlass::arch::ClusterBarrier next_work_wanted;
   };
 
@@ -231,8 +231,8 @@ struct BackwardTraits {
     constexpr int kBiasThreads = kBiasWarpgroups * kWarpgroup;
     constexpr int kBiasArrivals = kBiasWarpgroups ? 4 * kArrivalsOfWarp : 0;  // of a step
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
-    // Readers: all consumer threads, the warp that copies rows, the threads that add dQ, and those
-    // that compute a relative bias.
+    // Readers: all consumer threads, the warp that copies rows, the threads that add dQ, and the
+    // threads that compute a relative bias.
     smem.pipeline_work.init(
         /*consumers=*/kConsumers * kWarpgroup + 32 + DqState::kStages + kBiasThreads);
     smem.pipeline_kv.init(/*consumers=*/kConsumerArrivals);
@@ -281,8 +281,8 @@ struct BackwardTraits {
     return smem.ds[kDsBuffers == 1 ? 0 : state.index()];
   }
 
-  // The visible tiles of rows of a work tile, in the order of the main loop; -1: no more. The order
-  // is ascending, so that blocks with other keys of a causal sequence are at other rows. In a
+  // The visible row tiles of a work tile, in the order of the main loop; -1: no more. The order is
+  // ascending, so that blocks with different keys of a causal sequence work on different rows. In a
   // deterministic backward it is descending, so that each block waits only for one tile of the
   // block before it.
   static HSTU_DEVICE int first_row_tile(const WorkTile& work_tile) {

@@ -34,7 +34,7 @@ HSTU_DEVICE void load_bias(const Element* from, Scores& scores) {
   }
 }
 
-// The same from device memory, with zeros outside the bias. The thread has rows `row` and `row` +
+// Loads the bias from device memory, with zeros outside it. The thread has rows `row` and `row` +
 // 8, and the tile begins with key `key`. `from` is the bias of a sequence and head, [length,
 // length].
 template <int kKeys, typename Element, typename Scores>

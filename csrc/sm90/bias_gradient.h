@@ -60,7 +60,7 @@ struct BiasGradient {
   };
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
 
-  // Tiles of all matrices of the bias. Query row 0 begins a tile of rows.
+  // Numbers of tiles of the bias matrices. Row tiles are aligned to query row 0, not to bias row 0.
   static HSTU_HOST_DEVICE int row_tiles(const DenseBias& bias) { return bias.length / kRows + 2; }
   static HSTU_HOST_DEVICE int key_tiles(const DenseBias& bias) {
     return ceil_div(bias.length, kKeys);

@@ -1,5 +1,5 @@
 // Each warp that sums the gradients of a relative bias's tables reads some blocks of a tile of dS.
-// BlocksOfWarp says which these are, and where they are in shared memory.
+// BlocksOfWarp maps threads to blocks, and blocks to their places in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace hstu::sm90 {
 
 // The blocks of 8 x 8 elements of a tile of dS that a warp has: four diagonals of 8 blocks, or two.
-// Block n of a diagonal begins in the first 8 rows with chunk `group` of 8 keys, and goes on with
-// chunk 0 after the last one. If kIsDescending, both rows and chunks are counted from the end.
+// Block n of a diagonal has the 8 rows from 8 n on and chunk (group + n) % kChunks of 8 keys. If
+// kIsDescending, both rows and chunks are counted from the end.
 template <int kRows, int kKeys, bool kIsDescending>
 struct BlocksOfWarp {
   static constexpr int kChunks = kKeys / 8;   // of a row

@@ -34,7 +34,7 @@ struct BlockDescales {
 };
 
 // The largest of the finite magnitudes. NaN and infinity are left out, so that rows that do not see
-// their keys keep a good scale.
+// the keys that have them keep a good scale.
 HSTU_DEVICE float larger_finite(float largest, float x) {
   return fabsf(x) <= FLT_MAX ? fmaxf(largest, fabsf(x)) : largest;
 }

@@ -1,20 +1,20 @@
-// Pages of e4m3 that are multiplied as they are: the policy of ForwardTraits::Source for a paged
-// cache and products in e4m3. Q and the targets' K and V are quantized row by row before the call.
+// The policy of ForwardTraits::Source for a paged cache in e4m3 and products in e4m3: the codes in
+// pages are not converted. Q and the targets' K and V are quantized row by row before the call.
 //
-// For row i and key j, with descales q_i, k_j and v_j, whose largest ones of the sequence are k_max
-// and v_max:
+// For row i and key j, with descales q_i, k_j and v_j, and with k_max and v_max, the largest
+// descales of the sequence:
 //
-//   s_ij   = k_j / k_max * (Q K^T)_ij           in fp16, as all sums of products of Q and K
+//   s_ij   = k_j / k_max * (Q K^T)_ij           in fp16, like the accumulator of Q K^T
 //   x / 2  = score_i * s_ij                     score_i = alpha / 2 * q_i * k_max
 //   P_ij   = silu(x) / score_i * v_j / v_max * 2^-n = (v_j / v_max * 2^-n) * s * (1 + tanh(x / 2))
 //   O_i    = score_i * v_max * 2^n * (P V)_i    P rounded to e4m3, V without its descale
 //
-// The codes of a row of Q have a norm of at most 1.08 (quantize/paged.h), and those of a row of K
-// one of at most 448 * sqrt(D). So P cannot overflow, whatever the scales of the rows are.
+// The codes of a row of Q have a norm of at most 1.08 (quantize/paged.h), the codes of a row of K a
+// norm of at most 448 * sqrt(D). So P cannot overflow, whatever the scales of the rows are.
 //
-// The producer's warps have other work than usual: the warp of K also copies the bytes of V, half a
-// key tile at a time, and the warps of Q and V transpose one half each, since wgmma reads 8-bit
-// operands K-major only. They also write the factors k_j / k_max and v_j / v_max * 2^-n.
+// The producer warps divide their work in another way: the K warp also copies the bytes of V, half
+// a key tile at a time. The Q warp and the V warp transpose one half each, since wgmma reads 8-bit
+// operands K-major only, and write the factors k_j / k_max and v_j / v_max * 2^-n.
 #pragma once
 
 #include "../common/opaque.h"
@@ -23,8 +23,8 @@
 
 namespace hstu::sm90 {
 
-// The factors of the keys of a tile in fp16, for pairs of neighboring keys. A consumer's thread
-// reads those of its columns of S: word n % 4 of pairs[n / 4][thread % 4] is for columns
+// The factors of the keys of a tile in fp16, for pairs of neighboring keys. A consumer thread reads
+// the factors of its columns of S: word n % 4 of pairs[n / 4][thread % 4] is for columns
 // 8 n + 2 (thread % 4) and the next one.
 template <int kKeys>
 struct KeyFactors {
@@ -44,15 +44,15 @@ struct KeyFactors {
   Words weight;  // v_j / v_max * 2^-n
 };
 
-// The least k_max and v_max, which keeps factors from over- and underflow.
+// The lower limit of k_max and v_max, which keeps factors from over- and underflow.
 constexpr float kLeastDescale = 0x1p-80f;
 
 // 2^-n, with which |P| <= 448.
 template <int kHeadDim>
 constexpr float kPagedWeightScale = kHeadDim == 256 ? 0x1p-6f : 0x1p-5f;
 
-// The byte where row `row` of a tile begins, as TMA writes it. Its 16 bytes number n, in a panel of
-// kPanelBytes, are at this address with n * 16 added by exclusive or.
+// The offset in bytes of row `row` of a tile of panels of kPanelBytes, with the swizzle of TMA.
+// Chunk n of 16 bytes of the row is at this offset ^ 16 * n.
 template <int kPanelBytes>
 HSTU_DEVICE constexpr uint32_t swizzled_row(int row) {
   const uint32_t at = row * kPanelBytes;
@@ -67,12 +67,12 @@ HSTU_DEVICE void transpose_half(const uint8_t* rows, int half, void* columns) {
   constexpr int kHalf = kKeys / 2;
   constexpr int kPanelBytes = kPanel<kHeadDim, 1>;
   constexpr int kAtOnce = kHeadDim == 256 ? 8 : 4;  // groups of 32 keys and 16 columns
-  // NOTE: the lane is read again, so that what depends on it is in no register meanwhile.
+  // NOTE: the lane is read again, so that no register holds a value derived from it between calls.
   const int lane = static_cast<int>(reload_thread_idx()) % 32;
-  // Lane n passes the address of row n % 8 of matrix n / 8: of 8 keys each to load, and to store of
-  // the low and the high 16 keys, of half of the columns of V. Rows of a matrix that is stored are
-  // the even ones of 8 columns and the odd ones of the next 8, or the others, since 8 even ones
-  // would have bank conflicts.
+  // Lane n passes the address of row n % 8 of matrix m = n / 8. The rows of a loaded matrix are 8
+  // keys. A stored matrix has the low (m even) or high 16 of 32 keys, and its rows are columns 0,
+  // 2, 4, 6, 9, 11, 13, 15 (m < 2) or the other eight of 16 columns of V: 8 even columns would have
+  // bank conflicts.
   const uint32_t from = ptx::shared_address(rows) + swizzled_row<kPanelBytes>(lane);
   const uint32_t to = (ptx::shared_address(columns) +
                        swizzled_row<kKeys>(2 * (lane % 8) + (lane / 16 ^ lane / 4 % 2))) ^
@@ -85,7 +85,7 @@ HSTU_DEVICE void transpose_half(const uint8_t* rows, int half, void* columns) {
     const int panel = column / kPanelBytes;
     const uint32_t load_from = (from ^ column % kPanelBytes) + (panel * kHalf + key) * kPanelBytes;
     const uint32_t store_to = (to ^ key) + column * kKeys;
-    uint32_t pairs[kAtOnce][4];  // of each 8 keys, two columns of two neighboring ones
+    uint32_t pairs[kAtOnce][4];  // for each 8 keys, two columns of two neighboring keys
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) ptx::ldmatrix_x4_transposed(load_from ^ 16 * n, pairs[n]);
 #pragma unroll
@@ -149,8 +149,8 @@ struct E4m3PagedKeys : PagedKeys {
       }
     }
 
-    // Each lane copies at most one box of K, and the same rows of V. NOTE: as start_copy_pages(),
-    // but what both need is computed once.
+    // Each lane copies at most one box of K, and the same rows of V. NOTE: this copies as
+    // start_copy_pages() does, but computes once what K and V have in common.
     HSTU_DEVICE void load_history(const ForwardParams& params, const typename Traits::Maps& maps,
                                   typename Traits::SharedMemory& smem,
                                   const typename Traits::WorkTile& work_tile, int first,
@@ -224,9 +224,9 @@ struct E4m3PagedKeys : PagedKeys {
     }
   };
 
-  // Finds the largest descale of K and of V of the sequence, also those of keys that the work tile
-  // does not see. So all splits of a row tile have the same factors. NOTE: in most calls, each loop
-  // has one round, whose loads do not wait for each other.
+  // Finds the largest descales of K and V over all keys of the sequence, whether or not the work
+  // tile sees them, so that all splits of a row tile have the same factors. NOTE: in most calls,
+  // each loop has one round, whose loads do not wait for each other.
   template <typename WorkTile>
   static HSTU_DEVICE BlockDescales find_largest(const ForwardParams& params,
                                                 const WorkTile& work_tile) {
@@ -259,9 +259,9 @@ struct E4m3PagedKeys : PagedKeys {
     return {largest_of_warp(largest.k), largest_of_warp(largest.v)};
   }
 
-  // Runs in the warps of Q and of V for each work tile. The warp of Q finds the factors of its
-  // rows, and both warps transpose a half of each V and write the factors of its keys. NOTE: they
-  // share this code, because to fetch it for the first time takes long.
+  // Runs in the Q warp and the V warp for each work tile. The Q warp finds the factors of the rows;
+  // each warp transposes one half of each tile of V and writes the factors of its keys. NOTE: the
+  // two warps share this code, because fetching it for the first time takes long.
   template <typename Traits>
   struct QueryWarpLoader {
     const int half = static_cast<int>(threadIdx.x) / 64;  // 0 in warp 1, and 1 in warp 3

@@ -91,8 +91,8 @@ class Epilogue {
     }
   };
 
-  // Stores the partial O of a split. The last split to arrive adds those of all splits, in the
-  // order of keys, and stores O.
+  // Stores the partial O of a split. The last split to arrive adds the partial O of all splits, in
+  // the order of keys, and stores O.
   template <typename Out>
   static HSTU_DEVICE void reduce_over_splits(const ForwardParams& params,
                                              const SchedulerMetadata& metadata,
@@ -108,8 +108,8 @@ class Epilogue {
     float* const partials = metadata.partial_out + slot * split_kv.num_splits * kSize;
     int* const arrived = metadata.arrived + slot;
     const int others = work_tile.other_splits;
-    // Shortcut: if the second of two splits has arrived, the first adds its partial O to its own
-    // registers. That is frequent, because blocks with several short splits begin them early.
+    // Shortcut: if the second of two splits has arrived, the first adds the second's partial O to
+    // its registers. This is frequent, because blocks with several short splits begin them early.
     if (split_kv.num_splits == 2 && work_tile.split.begin == 0 &&
         have_arrived(arrived, others, warpgroup)) {
       add_partial(partials + kSize, out);
@@ -146,8 +146,8 @@ class Epilogue {
     }
   }
 
-  // Columns of O that are converted and stored at once. There are 32 in split-KV, which has two
-  // store paths and registers for no more, and in e4m3, which has a path for each output dtype.
+  // Columns of O that are converted and stored at once: 32 in split-KV, whose two store paths leave
+  // registers for no more, and in e4m3, which has a store path for each output dtype.
   static constexpr int kStoredColumns = Traits::kIsSplitByList || Traits::kIsFp8 ? 32 : kHeadDim;
   static HSTU_DEVICE auto make_stored_columns() {
     return make_tensor<float>(Int<kStoredColumns / 2>{});

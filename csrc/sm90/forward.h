@@ -12,7 +12,7 @@
 //   tile_scheduler.h              which work tiles a block gets
 //   epilogue.h                    how O is stored, and how the partial O of splits are added
 //   key_source.h, score_bias.h    policies: packed, paged or e4m3 keys; a bias or none
-//   e4m3_pages.h                  pages of e4m3 that are multiplied as they are
+//   e4m3_pages.h                  pages of e4m3 that are multiplied without conversion
 //   position_score_bias.h         how consumers add weights by position alone
 //   relative_score_bias.h         how consumers compute a relative bias with weights by time
 //   split_heuristic.h             how many splits there are
@@ -70,7 +70,7 @@ struct Forward
         cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
       }
       ForwardConsumer<Traits>(params, metadata, smem, warpgroup - 1).run();
-      if (!has_list) {  // then prepare_scheduler() has not zeroed them
+      if (!has_list) {  // without a list, prepare_scheduler() has not zeroed these rows
         const int warp = static_cast<int>(blockIdx.x) * Traits::kConsumerWarps +
                          static_cast<int>(threadIdx.x) / 32 - 4;
         zero_unowned_rows<RowsOf::kQueries>(params.batch, params.out, params.heads, warp,

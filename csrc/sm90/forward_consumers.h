@@ -62,7 +62,7 @@ struct ForwardConsumer {
 
   // The key tiles of all work tiles are one sequence of steps: S of a key tile is issued, then P V
   // of the key tile before it, which runs while S is activated. The sequence is interrupted where
-  // the warpgroup's rows see fewer keys than those of other warpgroups, and after each split: with
+  // the warpgroup's rows see fewer keys than rows of other warpgroups, and after each split: with
   // the epilogue of a split inside the loop, the compiler would move activations behind P V.
   HSTU_DEVICE void run() {
     scheduler_barrier.init();
@@ -192,8 +192,7 @@ struct ForwardConsumer {
     smem.pipeline_k.consumer_release_by_warp(k_state);
     if constexpr (Bias::kIsAddedAfter) bias.scale(smem, warpgroup, k_state, factors, scores);
     weights.activate(params, factors, scores);
-    // NOTE: the compiler does not move the activation across this branch, to where P V has been
-    // waited for.
+    // NOTE: this branch keeps the compiler from moving the activation behind the wait for P V.
     if (tile.is_last_of(warpgroup)) smem.pipeline_q.consumer_release_by_warp(q_state);
   }
 
@@ -203,9 +202,9 @@ struct ForwardConsumer {
     if (tile.is_partial()) weights.mask(kFindsVisibleEarly ? visible : find_visible());
   }
 
-  // Finds the bits of the mask while P V still runs. At head dim 256, its branch keeps the compiler
-  // from moving a third of the activation behind the wait for P V. At other head dims nothing
-  // moves, and calls are slower this way. E4m3 with fp32 scores has no registers for it.
+  // Finds the bits of the mask while P V still runs. At head dim 256, the branch on is_partial()
+  // keeps the compiler from moving a third of the activation behind the wait for P V. At other head
+  // dims nothing moves, and calls are slower this way. E4m3 with fp32 scores has too few registers.
   static constexpr bool kFindsVisibleEarly =
       kHeadDim == 256 && !(Traits::kIsFp8 && std::is_same_v<typename Traits::ScoreSum, float>);
   HSTU_DEVICE uint64_t find_visible_early() const {
@@ -228,7 +227,7 @@ struct ForwardConsumer {
   // Releases the remaining key tiles of the work tile, which only rows of other warpgroups see.
   HSTU_DEVICE void drain_tiles() {
     while (!tile.is_last()) {
-      // Takes and passes its turn, on which the other warpgroups wait (invariant 4).
+      // Takes and passes the warpgroup's turn, for which the others wait (invariant 4).
       scheduler_barrier.sync();
       scheduler_barrier.arrive();
       consumer_wait(smem.pipeline_k, k_state, smem.pipeline_v, k_state);
@@ -248,7 +247,7 @@ struct ForwardConsumer {
     bias.skip_tile(smem);
   }
 
-  // Stores O of a work tile, unless the blocks of a cluster add theirs at the end.
+  // Stores O of a work tile. In a cluster, reduce_over_cluster() stores O at the end instead.
   HSTU_DEVICE void epilogue(WorkState state) {
     promotion.finish(out);
     if constexpr (!Traits::kIsSplitByCluster) {

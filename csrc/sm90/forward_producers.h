@@ -1,7 +1,7 @@
-// The producer warpgroup of the forward: one warp schedules work tiles, and one warp each copies Q,
-// K (and the bias) and V, so that none waits for a stage of another. e4m3_pages.h says what they do
-// where pages of e4m3 are multiplied as they are. Beneath is the converter warpgroup, which calls
-// have that convert such pages to 16 bits.
+// The producer warpgroup of the forward: warp 0 schedules work tiles; warps 1, 2 and 3 copy Q, K
+// (and the bias) and V, so that no copy waits for a stage of another. With E4m3PagedKeys, warps 1
+// to 3 work as e4m3_pages.h describes. convert_pages() runs in the converter warpgroup, which calls
+// with QuantizedPagedKeys have.
 #pragma once
 
 #include "forward_traits.h"
@@ -119,8 +119,8 @@ class ForwardProducer {
   }
 };
 
-// Converts the tiles of history, whose bytes the warp of Q copies, to 16 bits. Called by the
-// converter warpgroup, which arrives at the barriers of tiles of targets, too.
+// Converts the tiles of history, whose bytes the Q warp copies, to 16 bits. Called by the converter
+// warpgroup, which also arrives at the barriers of tiles of targets.
 template <typename Traits>
 HSTU_DEVICE void convert_pages(typename Traits::SharedMemory& smem) {
   typename Traits::ByteState bytes;

@@ -19,7 +19,7 @@ struct ForwardMaps {
   PageMap pages;
 };
 
-// The work that there is, and how keys are split. The tile scheduler and the epilogue read it.
+// The work list, the split of the keys and the workspace, for the tile scheduler and the epilogue.
 struct SchedulerMetadata {
   WorkList list;
   SplitKVPlan split_kv;
@@ -91,22 +91,23 @@ struct ForwardTraits {
 
   // Read by attention_list.h: blocks begin with tiles that are not in the list, and wait for device
   // memory if sequences are short. There is no list if no sequence has more than kUnlistedLength
-  // rows or keys, and each of them has one tile, or each block at most kUnlistedRounds work tiles.
+  // rows or keys, and each sequence has one row tile, or each block has at most kUnlistedRounds
+  // work tiles.
   static constexpr bool kBeginsUnlisted = true;
   static constexpr bool kWaitsForMemory = true;
   static constexpr int kUnlistedLength = 4 * kRows;
   static constexpr int kUnlistedRounds = 2;
 
   using ScoreMma = SmemMma<Element, kKeys, kHeadDim, ScoreSum>;
-  // NOTE: beside a converter, ptxas compiles for 128 registers a thread, and a product of more than
+  // NOTE: with a converter, ptxas compiles for 128 registers a thread, and a product of more than
   // 128 columns has more accumulators than that.
   static constexpr int kOutColumns = kHasConverter ? std::min(kHeadDim, 128) : kHeadDim;
   using OutMma = RegisterMma<Element, kOutColumns, kKeys>;
 
-  // Scores in e4m3 get factors of their rows and keys before anything is added to them.
+  // In e4m3, scores are multiplied by factors of their rows and keys before the bias is added.
   static constexpr auto kScaleOut = kIsFp8 ? GMMA::ScaleOut::Zero : Bias::kScaleOut;
 
-  // With weights by time, a key tile takes one warpgroup longer than another, and in turns both
+  // With a time bias, warpgroups take different times for a key tile. If they took turns, each
   // would wait for the slower one.
   static constexpr bool kTakesTurns = !kHasTimeBias && kConsumers > 1;
 
@@ -114,14 +115,14 @@ struct ForwardTraits {
   static constexpr int kEndOfWork = -1;         // WorkTile::head after the last work tile
   static constexpr int kNoWorkIndex = INT_MAX;  // SharedMemory::work_index after the last work tile
 
-  // The first of the two rows of a thread of a consumer warpgroup, which are 8 apart, in the tile.
+  // The first of the two rows of a consumer thread, which are 8 apart, relative to the tile.
   static HSTU_DEVICE int row_of_thread(int warpgroup) {
     const unsigned thread = reload_thread_idx();
     return warpgroup * kWarpgroupRows + static_cast<int>(thread / 32 % 4 * 16 + thread % 32 / 4);
   }
 
-  // A tile of rows of one head, and the key tiles of its split that some row sees. Keys are counted
-  // in padded keys if they are paged, see paged_keys.h.
+  // A tile of rows of one head, and the key tiles of its split that some row sees. If keys are
+  // paged, all keys are padded keys, see paged_keys.h.
   // NOTE: the alignment lets a load read four of the summary's numbers at once.
   struct alignas(16) WorkTile {
     SequenceTile tile;
@@ -129,7 +130,7 @@ struct ForwardTraits {
     int head;              // kEndOfWork: there is no more work
     int keys[kConsumers];  // end of the keys that some row of each warpgroup sees
     RowFactors row_factors[kIsFp8 ? kRows : 0];
-    BlockDescales largest_descales;  // of the sequence, of E4m3PagedKeys
+    BlockDescales largest_descales;  // of the sequence; only for E4m3PagedKeys
     PageList pages;
     Interval split;    // the keys of this split, if kIsSplitByList
     int other_splits;  // how many other splits have visible keys
@@ -149,7 +150,7 @@ struct ForwardTraits {
       if constexpr (!kIsSplitByList) return tile_of(first, INT_MAX);
       return tile_of(max(first, split.begin), split.end);
     }
-    // The same regardless of splits, for tiles that begin before key `last`.
+    // tile_from() regardless of splits, for tiles that begin before key `last`.
     HSTU_DEVICE int tile_of(int first, int last) const {
       int found = kNoKey;
       for (const Interval& keys : summary.hull) {
@@ -203,7 +204,7 @@ struct ForwardTraits {
   static HSTU_DEVICE int bias_window(KVState state) {
     return static_cast<int>(state.count % kBiasWindows);
   }
-  // Arrivals at the barrier of K of those that fill the window. With pages, a warp stores times.
+  // Arrivals at the barrier of K when a bias window is filled. With pages, a warp stores the times.
   static constexpr int kBiasArrivals = !kHasRelativeBias                  ? 0
                                        : Source::kIsPaged && kHasTimeBias ? kArrivalsOfWarp
                                                                           : 1;
@@ -280,8 +281,8 @@ struct ForwardTraits {
     smem.pipeline_work.init(/*consumers=*/kConsumers * kWarpgroup + kCopyThreads,
                             /*producers=*/kSchedulerLanes);
     // Further arrivals at the barriers of Q and K are for further inputs: the factors and descales
-    // of e4m3, and the cells, times and weights of a relative bias. Those of the converter are at
-    // the barriers of K and V.
+    // of e4m3, and the cells, times and weights of a relative bias. The converter arrives at the
+    // barriers of K and V.
     constexpr int kConverterArrivals = 4 * kArrivalsOfWarp;
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
     smem.pipeline_q.init(kConsumerArrivals, 1 + kIsFp8 * kArrivalsOfWarp + kHasTimeBias);

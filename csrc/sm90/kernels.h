@@ -68,7 +68,7 @@ inline const char* unsupported_reason(const CudaDevice& device, const ForwardPar
   return nullptr;
 }
 
-// The same for the backward.
+// unsupported_reason() for the backward.
 inline const char* backward_unsupported_reason(const CudaDevice& device,
                                                const BackwardParams& params) {
   if (!can_map(params.dout, params.batch.total_q, params.heads)) {
@@ -90,9 +90,9 @@ inline DenseBias aligned_copy(const DenseBias& bias) {
 }
 
 // Returns whether copying params.rab takes less time than these kernels gain on the sm80 kernels.
-// Both times are in fs (1e-15 s), as on an H200: copying an element takes 2,000, allocating and
-// launching 1e10; and a score of the whole square takes 4 fewer in the forward and 10 in the
-// backward for each column of K, as for 16 sequences of 2048 rows with a causal mask.
+// Both times are in fs (1e-15 s), as on an H200. Copying takes 2,000 per element, and 1e10 to
+// allocate and launch. These kernels save 4 in the forward and 10 in the backward per score of the
+// whole square and column of K, as for 16 sequences of 2048 rows with a causal mask.
 inline bool gains_by_aligned_copy(const ForwardParams& params, bool is_backward) {
   const DenseBias& bias = params.rab;
   const double square = double(bias.length) * bias.length;
@@ -112,7 +112,7 @@ ForwardKernel paged_forward();
 template <int kHeadDim, DType kDType>
 BackwardKernel backward();
 
-// The backward whose products are in e4m3, of q, k, v and dO of type kDType.
+// The backward with products in e4m3, for q, k, v and dO of type kDType.
 template <int kHeadDim, DType kDType>
 BackwardKernel backward_e4m3();
 

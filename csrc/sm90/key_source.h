@@ -2,14 +2,14 @@
 //
 //   PackedKeys           packed rows of k and v
 //   PagedKeys            the history in pages, the targets in packed rows of k and v
-//   QuantizedPagedKeys   the same with pages of e4m3, which become tiles of 16 bits
+//   QuantizedPagedKeys   as PagedKeys, with pages of e4m3 that are converted to tiles of 16 bits
 //   E4m3Keys             packed rows of k and blocks of v in e4m3, see e4m3_keys.h
 //   E4m3PagedKeys        e4m3 in pages, and targets in packed rows, see e4m3_pages.h
 //
-// A policy says how many threads copy (kCopyLanes K and as many V, kQueryCopyLanes Q), which row
-// tile a number stands for (find_row_tile), how keys are counted (pad_keys, key_of, visible_keys),
-// and it copies a tile of K or V to a stage (Loader::load). Its tile sizes and registers are in
-// tile_config.h.
+// A policy defines how many lanes copy (kCopyLanes for each of K and V, kQueryCopyLanes for Q),
+// which row tile an index stands for (find_row_tile), how keys are counted (pad_keys, key_of,
+// visible_keys), and how a tile of K or V is copied to a stage (Loader::load). Its tile sizes and
+// registers are in tile_config.h.
 #pragma once
 
 #include "../scheduler/work_list.h"
@@ -44,7 +44,7 @@ struct PackedKeys {
 
   static HSTU_DEVICE bool is_leader() { return true; }
 
-  // Finds tile `tile_index`, see first_tile(). Called by a warp; the result is that of lane 0.
+  // Finds tile `tile_index`, see first_tile(). Called by a warp; only lane 0 has the result.
   template <int kRows, typename WorkTile>
   static HSTU_DEVICE bool find_row_tile(const ForwardParams& params, int tile_index,
                                         WorkTile& work_tile) {
@@ -177,11 +177,11 @@ struct PagedKeys {
 
 struct QuantizedPagedKeys : PagedKeys {
   static constexpr bool kIsQuantized = true;
-  static constexpr int kCopyLanes = 1;  // of targets
+  static constexpr int kCopyLanes = 1;  // copies targets only
   static constexpr int kQueryCopyLanes = 32;
 
-  // Copies a tile of targets. Those of history are copied by QueryWarpLoader and converted by a
-  // warpgroup of their own (convert_pages()).
+  // Copies a tile of targets. QueryWarpLoader copies tiles of history, which the converter
+  // warpgroup converts (convert_pages()).
   template <typename Traits, PagePart kPart>
   struct Loader {
     // Called by one thread.

@@ -1,5 +1,5 @@
 // Host side of the backward: lays out the workspace, makes the tensor maps and launches
-// prepare_scheduler(), the kernel and what follows it.
+// prepare_scheduler(), the backward and the kernels that follow it.
 #pragma once
 
 #include "../common/attention_launch.h"
@@ -100,7 +100,7 @@ struct BackwardLauncher {
 
   template <typename Bias>
   static void run_form(const BackwardParams& params, const CudaLaunch& launch, const Plan& plan) {
-    BackwardParams own = params;  // without a drab that BiasGradient computes
+    BackwardParams own = params;  // without drab if BiasGradient computes it
     if (needs_own_kernel(params)) own.drab = {};
     const BackwardMaps maps = make_maps(own);
     bool_switch(launch.deterministic, [&](auto is_deterministic) {

@@ -152,7 +152,7 @@ class ForwardLauncher {
     return metadata;
   }
 
-  // Takes the totals of WorkspacePromotion, of `blocks` blocks.
+  // Takes the totals of WorkspacePromotion for `blocks` blocks.
   template <typename Form>
   static void take_totals(Workspace& workspace, int64_t blocks, SchedulerMetadata& metadata) {
     if constexpr (Form::kIsFp8 && !Form::kPromotesInRegisters) {

@@ -35,7 +35,7 @@ HSTU_DEVICE void apply_mask(uint64_t visible, Weights& weights) {
   }
 }
 
-// The same for weights in e4m3, in the order of E4m3Weights::round().
+// apply_mask() for weights in e4m3, in the order of E4m3Weights::round().
 template <int kKeys, typename Words>
 HSTU_DEVICE void apply_mask_to_e4m3(uint64_t visible, Words& words) {
   const int lane = reload_thread_idx() % 32;
@@ -57,7 +57,7 @@ HSTU_DEVICE void apply_mask_to_e4m3(uint64_t visible, Words& words) {
   }
 }
 
-// The same for fp32 scores.
+// apply_mask() for fp32 scores.
 template <int kKeys, typename Scores>
 HSTU_DEVICE void apply_mask_to_scores(uint64_t visible, Scores& scores) {
   const int lane = reload_thread_idx() % 32;
@@ -76,8 +76,8 @@ HSTU_DEVICE void apply_mask_to_scores(uint64_t visible, Scores& scores) {
   }
 }
 
-// The same for transposed 16-bit weights, of 64 keys by kRows rows: bit n of visible[row] is set if
-// the row sees key n.
+// apply_mask() for transposed 16-bit weights, 64 keys by kRows rows: bit n of visible[row] is set
+// if the row sees key n.
 template <int kRows, typename Weights>
 HSTU_DEVICE void apply_mask_transposed(const uint64_t* visible, Weights& weights) {
   const int thread = reload_thread_idx() % kWarpgroup;

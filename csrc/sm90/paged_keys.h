@@ -1,9 +1,8 @@
-// Keys and values in pages: how they are counted, where a sequence's pages are, and how they are
-// copied.
+// Keys and values in pages: how keys are counted, how a sequence's pages are found and copied.
 //
 // The history is in pages and targets are in packed rows, so a key tile holds keys of one kind: the
-// first target begins a tile of its own. Padded keys count this gap between the end of the history
-// and the first target, and key tiles consist of padded keys.
+// first target begins a new tile. Padded keys are key indices that count the gap between the end of
+// the history and the first target. Key tiles consist of padded keys.
 #pragma once
 
 #include "../common/mask.h"
@@ -25,7 +24,7 @@ struct PaddedKeys {
   HSTU_DEVICE int key(int padded_key) const {
     return is_target(padded_key) ? padded_key - first_target() + history_end : padded_key;
   }
-  // The end of padded keys, from the end of keys.
+  // Converts the end of an interval of keys.
   HSTU_DEVICE int padded_end(int key) const {
     return key > history_end ? key - history_end + first_target() : key;
   }
@@ -91,7 +90,7 @@ class PageWindow {
   static constexpr int kNone = INT_MIN / 2;  // first_ without a window; may be added to
 
   static HSTU_DEVICE int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  // Loads the id of page begin + lane. NOTE: nothing may be computed from it here, because that
+  // Loads the id of page begin + lane. NOTE: nothing may be computed from the id here, because that
   // would wait for the load.
   HSTU_DEVICE uint32_t load(const PagedParams& paged, int begin) const {
     const int n = begin + lane();

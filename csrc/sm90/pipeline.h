@@ -17,7 +17,7 @@ constexpr int kArrivalsOfWarp = 32;
 constexpr int kArrivalsOfWarp = 1;
 #endif
 
-// True in the threads of a warp that arrive for it.
+// True in the threads of a warp that arrive for the warp.
 HSTU_DEVICE bool arrives_for_warp() { return kArrivalsOfWarp == 32 || threadIdx.x % 32 == 0; }
 
 // A position in a ring of kStages stages, as in CUTLASS: index() is the stage and phase() the
@@ -104,8 +104,8 @@ HSTU_DEVICE Tile read_by_warp(const Tile& tile) {
   return {__shfl_sync(0xffffffff, bits, 0)};
 }
 
-// Ids of named barriers. Id 0 is __syncthreads(). kWarpSchedulerWG0 and kWarpgroupWG0 are the first
-// of one id for each consumer warpgroup.
+// Ids of named barriers. Id 0 is __syncthreads(). kWarpSchedulerWG0 and kWarpgroupWG0 each begin a
+// range of ids, one per warpgroup.
 // NOTE: CUTLASS reserves ids from 1 on for its collectives, none of which is used here. With
 // kWarpSchedulerWG0 = 1, the id of a consumer is the warpgroup's index in the block, which is in a
 // register anyway.
@@ -126,7 +126,7 @@ HSTU_DEVICE void sync_warpgroup(int warpgroup) {
 
 // Orders the products of the consumer warpgroups as in FlashAttention-3: each warpgroup waits in
 // sync() until the one before it has issued its products and called arrive(), so that the products
-// of one run while another applies its activation. Without kTakesTurns, nobody waits.
+// of one run while another applies its activation. Without kTakesTurns, no warpgroup waits.
 template <int kConsumers, bool kTakesTurns>
 struct WarpSchedulerBarrier {
   int warpgroup;

@@ -1,5 +1,6 @@
 // The weights by position of a relative bias in the forward: the warp that copies K copies a window
-// of their table for each key tile. Without weights by time, scores begin with them.
+// of the position table for each key tile. Without a time bias, they initialize the accumulator of
+// S.
 #pragma once
 
 #include "../common/opaque.h"
@@ -76,9 +77,9 @@ struct PositionBiasConsumer {
     }
   }
 
-  // Loads the weights of the thread's scores in the chunks of 8 keys from `chunk` on.
-  // positions[n] has those of the second row, whose first row is `row`, in chunk n. The first row
-  // is 8 rows above, so its weights are those of the next chunk.
+  // Loads the weights of the thread's scores in the chunks of 8 keys from `chunk` on. The thread
+  // has rows `row` and `row` + 8. positions[n] has the weights of row `row` + 8 in chunk n, which
+  // are also the weights of row `row` in chunk n - 1.
   template <typename Position, int kCount>
   static HSTU_DEVICE void load(const Position& window, int row, int chunk,
                                float2 (&positions)[kCount]) {

@@ -7,8 +7,8 @@
 
 namespace hstu::sm90 {
 
-// The weights of kRows rows and kKeys keys, in one or two copies. Entry n has distance
-// n - (kRows - 1) of a key and a row, counted from the first of each.
+// The weights of kRows rows and kKeys keys, in one or two copies. Entry n is for a distance
+// key - row of n - (kRows - 1), with keys and rows counted from the first of the window.
 template <int kRows, int kKeys, int kCopies>
 struct PositionWindow {
   // Entries that the prepared table has before its first and after its last distance, so that

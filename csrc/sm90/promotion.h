@@ -1,5 +1,5 @@
-// Sums of products, and when they are promoted: the accumulators of 8-bit products keep about 14
-// bits and truncate the rest, so after some tiles a sum is added to a total in fp32.
+// Promotion of accumulators: the accumulators of 8-bit products keep about 14 bits and truncate the
+// rest, so after some tiles an accumulator is added to a total in fp32.
 #pragma once
 
 #include "split_reduction.h"
@@ -21,7 +21,7 @@ struct NoPromotion {
 template <typename Out, int kTiles>
 struct RegisterPromotion {
   Out total;
-  int tiles = 0;  // since the last one
+  int tiles = 0;  // since the last promotion
 
   HSTU_DEVICE RegisterPromotion(float*, int) { clear(total); }
 

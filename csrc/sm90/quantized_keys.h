@@ -1,5 +1,5 @@
-// Pages of e4m3: the stored bytes of a tile of K or V are copied to a ring of their own, and a
-// warpgroup converts them to the stage of the 16-bit tile.
+// Pages of e4m3: the stored bytes of a tile of K or V are copied to a ring of byte stages, and the
+// converter warpgroup converts them to the stage of the 16-bit tile.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -41,8 +41,8 @@ HSTU_DEVICE void dequantize_tile(const uint8_t* bytes, const float* scales, Elem
   constexpr int kAhead = 2;  // pieces that are loaded before they are needed
   static_assert(kPieces % kAhead == 0);
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  // NOTE: what depends on the thread is computed once: pieces of a thread differ by whole rows, by
-  // a multiple of those after which the swizzle repeats itself.
+  // NOTE: addresses that depend on the thread are computed once: the pieces of a thread are whole
+  // rows apart, a multiple of the rows after which the swizzle repeats.
   const auto* const from = reinterpret_cast<const uint4*>(bytes) + thread;
   const float* const scales_of_thread = scales + thread / kRowPieces;
   const int to = thread * 32 ^ (thread * 32 >> 3 & kSwizzleBits);

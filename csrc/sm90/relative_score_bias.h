@@ -1,9 +1,9 @@
 // The relative bias of the forward. Consumers add weights by position as position_score_bias.h
 // says, compute weights by time themselves while the products of a tile run, and add them to S.
 //
-// A warp has 16 rows, so that 128 keys are 32 blocks of 8 x 8 scores, one for each lane: it finds
-// the buckets of its block from the ranges of times of the rows and keys. A block with one bucket
-// has one weight; the warp computes a patch of 64 weights in fp16 for each other block.
+// A warp has 16 rows, so that 128 keys are 32 blocks of 8 x 8 scores, one for each lane. The lane
+// finds the buckets of its block from the ranges of times of the rows and keys. A block with one
+// bucket has one weight; the warp computes a patch of 64 weights in fp16 for each other block.
 #pragma once
 
 #include "../common/mask.h"
@@ -124,9 +124,9 @@ class RelativeBiasProducer {
   }
 
  private:
-  // Writes the times of blocks that begin with `key`, which is within the first of the prepared
-  // `blocks`, so that each is made of parts of two. Blocks past the end of the sequence get times
-  // of its last one. Called by a warp.
+  // Writes the times of blocks from `key` on, which is within the first of the prepared `blocks`,
+  // so that each written block has parts of two prepared blocks. Blocks past the end of the
+  // sequence get times of its last block. Called by a warp.
   static HSTU_DEVICE void store_shifted(const KeyBlockTimes* blocks, int key, int k_len,
                                         Window& window) {
     static_assert(kKeys / 8 <= 32);
@@ -203,8 +203,8 @@ class RelativeBiasConsumer {
                 smem.bias_warps[warp_of_rows(warpgroup)]);
   }
 
-  // scores = x / 2 = alpha / 2 * (S + bias). The Factors of e4m3 have descales, too, so that
-  // patches are added after the multiplication.
+  // scores = x / 2 = alpha / 2 * (S + bias). In e4m3, patches are added after the multiplication,
+  // because the factors include descales.
   template <typename Factors, typename Scores>
   HSTU_DEVICE void scale(SharedMemory& smem, int warpgroup, KVState k_state, const Factors& factors,
                          Scores& scores) {
@@ -217,7 +217,7 @@ class RelativeBiasConsumer {
  private:
   HSTU_DEVICE float half_alpha() const { return 0.5f * static_cast<float>(params_.alpha); }
   static HSTU_DEVICE int lane() { return bounded_thread_idx() % 32; }
-  // The warp's number among those of all consumers, which have 16 rows each.
+  // The warp's number among all consumer warps, which have 16 rows each.
   static HSTU_DEVICE int warp_of_rows(int warpgroup) {
     return warpgroup * 4 + bounded_thread_idx() / 32 % 4;
   }
@@ -274,8 +274,8 @@ class RelativeBiasConsumer {
   enum class Buckets {
     kOne,
     kTwo,
-    kMany,  // or not known
-    kWide,  // the same, and some difference of times needs more than 31 bits
+    kMany,  // more than two, or not known
+    kWide,  // as kMany, and some difference of times needs more than 31 bits
   };
   struct Found {
     MixedBlock block;
@@ -293,7 +293,7 @@ class RelativeBiasConsumer {
     weight = half_alpha() * __ldg(table.weights + range.first);
   }
 
-  // Writes the patches of blocks with several buckets; each lane has found those of its block.
+  // Writes the patches of blocks with several buckets. Each lane passes the buckets of its block.
   HSTU_DEVICE void find_patches(const NarrowCells& cells, const KeyBlockTimes* times,
                                 const WorkTile& work_tile, int warpgroup, int key,
                                 const Found& found, OfWarp& own) {
@@ -320,7 +320,7 @@ class RelativeBiasConsumer {
     int row;  // among the warp's 16
     bool is_stored;
 
-    // `number` is that of the block among the `count` that `block_of` returns.
+    // `number` is the number of the block among the `count` blocks that `block_of` returns.
     template <typename BlockOf>
     HSTU_DEVICE MixedRow(int number, int count, BlockOf block_of)
         : block(block_of(min(number, count - 1))),
@@ -328,8 +328,8 @@ class RelativeBiasConsumer {
           is_stored(number < count) {}
     HSTU_DEVICE int chunk() const { return OfWarp::chunk_of(block.index); }
 
-    // The absolute differences of times, if they are below 2^31. `time` is that of a row in the
-    // lane of the row.
+    // The absolute differences of times, if they are below 2^31. In lane n, `time` is the time of
+    // row n.
     HSTU_DEVICE void find_differences(uint32_t time, const KeyBlockTimes* times,
                                       uint32_t (&differences)[8]) const {
       const auto row_time = static_cast<int>(__shfl_sync(kAllLanes, time, row));
@@ -365,7 +365,7 @@ class RelativeBiasConsumer {
   }
 
   // Writes the patches of the other blocks, score by score. Returns false if some score is in a
-  // cell of several thresholds, and then patches are wrong.
+  // cell of several thresholds, in which case the patches are wrong.
   HSTU_DEVICE bool patch_many(const NarrowCells& cells, const KeyBlockTimes* times, int count,
                               OfWarp& own) const {
     uint32_t buckets = 0;
@@ -395,7 +395,7 @@ class RelativeBiasConsumer {
     return !__any_sync(kAllLanes, buckets >= NarrowCell::kSeveral);
   }
 
-  // The same for all differences of times and any thresholds, by searches in device memory.
+  // patch_many() for any differences of times and any thresholds, by searches in device memory.
   HSTU_DEVICE void patch_exactly(const WorkTile& work_tile, int warpgroup, int key, int count,
                                  OfWarp& own) const {
     const RelativeBias& bias = params_.relative_bias;
@@ -486,8 +486,8 @@ class RelativeBiasConsumer {
   }
 
   const ForwardParams& params_;
-  // The range of times of the 8 rows of the lane's block, the end of the keys that these may see,
-  // and the low word of the time of row `lane() % 16` of the warp.
+  // The range of times of the 8 rows of the lane's block, the end of the keys that these rows may
+  // see, and the low word of the time of row `lane() % 16` of the warp.
   TimeRange range_ = {};
   int keys_ = 0;
   uint32_t time_ = 0;

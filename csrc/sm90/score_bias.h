@@ -4,14 +4,14 @@
 //   NoScoreBias        nothing
 //   DenseScoreBias     a bias tensor in q's dtype, copied to shared memory tile by tile, except for
 //                      tiles that TMA cannot copy
-//   AddedDenseBias     the same for e4m3, in bf16 or fp16
+//   AddedDenseBias     a bias tensor in bf16 or fp16 for e4m3, added after Q K^T has been scaled
 //   PositionScoreBias  the weights by position of a relative bias that has no weights by time
 //   RelativeScoreBias  weights by position and by time, or either
 //
 // In the forward, a policy has a Producer, whose load() is called by the warp that copies K for
-// each key tile, and a Consumer. The Consumer's init_accumulator() gives the scores the value that
-// Q K^T is added to; if kIsAddedAfter, scale() computes x / 2 from that sum and the rest of the
-// bias; if kHasTime, find() computes the weights by time before that, while the product runs. If
+// each key tile, and a Consumer. The Consumer's init_accumulator() initializes the accumulator that
+// Q K^T is added to. If kHasTime, find() computes the weights by time while the product runs. If
+// kIsAddedAfter, scale() then computes x / 2 from the accumulator and the rest of the bias. If
 // kIsRelative, windows of the position table are copied to shared memory. bias_head() is the head
 // of the tensor or table whose tiles or windows are copied for a head of q. In the backward, if
 // kIsRelative, further warpgroups compute the weights by time and sum dS for the gradients of the
@@ -128,7 +128,7 @@ struct DenseScoreBias {
       pipeline.consumer_release_by_warp(state);
       state.advance();
     }
-    // The same for an unaligned key tile, see is_unaligned().
+    // init_accumulator() for an unaligned key tile, see is_unaligned().
     template <typename Scores>
     HSTU_DEVICE void load_unaligned(const ForwardParams& params,
                                     const typename Traits::WorkTile& work_tile, int warpgroup,
@@ -153,8 +153,8 @@ struct DenseScoreBias {
   };
 };
 
-// A dense bias in bf16 or fp16 for q and k in e4m3. It is added after their products have been
-// multiplied by the factors of rows and keys.
+// A dense bias in bf16 or fp16 for q and k in e4m3. It is added after Q K^T has been multiplied by
+// the factors of rows and keys.
 struct AddedDenseBias : DenseScoreBias {
   static constexpr bool kIsAddedAfter = true;
   template <typename Element>
@@ -215,8 +215,8 @@ struct AddedDenseBias : DenseScoreBias {
   };
 };
 
-// Weights by position alone, in fp32. The accumulator is initialized from a window of their table,
-// and Q K^T is added to it.
+// Weights by position alone, in fp32. The accumulator is initialized from a window of the position
+// table, and Q K^T is added to it.
 struct PositionScoreBias {
   static constexpr bool kHasTiles = false;
   static constexpr bool kIsAddedAfter = false;
@@ -238,8 +238,8 @@ struct PositionScoreBias {
   using Consumer = PositionBiasConsumer<Traits>;
 };
 
-// Weights by position and by time. In the forward, the accumulator is initialized with those by
-// position, consumers compute those by time, and there are no tiles.
+// Weights by position and by time. In the forward, the accumulator is initialized with the weights
+// by position, consumers compute the weights by time, and there are no bias tiles.
 struct RelativeScoreBias {
   static constexpr bool kHasTiles = true;
   static constexpr bool kIsAddedAfter = true;

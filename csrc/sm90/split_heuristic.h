@@ -11,7 +11,7 @@
 namespace hstu::sm90 {
 
 // The shape of a call in tiles. It is the same for every replay of a CUDA graph and for any lengths
-// of the sequences, so the order of summation is, too.
+// of the sequences. Therefore the order of summation is the same, too.
 struct SplitKVShape {
   int64_t row_tiles = 0;  // tiles of rows of all heads, if all sequences had max_seqlen_q rows
   int64_t key_tiles = 0;  // key tiles of a sequence of max_seqlen_k keys

@@ -1,16 +1,15 @@
-// Sums dS for the gradients of a relative bias's tables. The warpgroup that computes the bias does
-// it.
+// Sums dS for the gradients of a relative bias's tables, in the warpgroup that computes the bias.
 //
-// Both sums are over blocks of 8 x 8 elements. A warp loads four of them at once, in the order of a
-// right operand of mma.sync, and goes along four diagonals of blocks.
+// Both sums are over blocks of 8 x 8 elements. A warp loads four blocks at once, as an A operand of
+// mma.sync, and goes along four diagonals of blocks.
 //
 // Position: all blocks of a diagonal have the same distances, so a product with the identity adds
 // them up elementwise. The next tile has the same keys and the next 64 rows, and the warp goes on
 // along the same diagonals. A diagonal that leaves the keys is finished, and its sums are added to
 // a TableSum.
 //
-// Time: a product with ones in a row gives the sums of a block's columns, and so each lane gets the
-// sum of all of one block, for time_blocks.h.
+// Time: a product with a column of ones gives the sums of a block's rows, from which each lane gets
+// the sum of one block, for time_blocks.h.
 //
 // fp32 sums are computed in a fixed order, and sums of integers do not depend on the order, so the
 // gradients have the same bits in every run.
@@ -20,8 +19,8 @@
 
 namespace hstu::sm90 {
 
-// A warp's sums of two diagonals of 8 x 8 blocks that are finished, to be added up along their own
-// diagonals.
+// A warp's 8 x 8 sums of two finished diagonals of blocks, which are then added up along the
+// diagonals of the 8 x 8 elements.
 struct FinishedDiagonals {
   alignas(16) float sums[2][8][8];  // by diagonal, row and key
 };
@@ -49,7 +48,7 @@ class TableGradients {
   HSTU_DEVICE void set_thread(int thread) { thread_ = thread; }
 
   // Sums dS of a tile of rows along diagonals, and returns the sum of the lane's block, if
-  // kHasTime. If dS of any block of the warp is not finite, the sum of some lane is not.
+  // kHasTime. If dS of any block of the warp is not finite, the sum of some lane is not finite.
   template <bool kHasPosition, bool kHasTime>
   HSTU_DEVICE float add_tile(const Element* ds) {
     return add_blocks<kHasPosition, kHasTime>(ds);
@@ -58,7 +57,7 @@ class TableGradients {
   // Adds the diagonals that tile m has finished, and goes on to the next tile of rows.
   HSTU_DEVICE void finish(const TableEntries& entries, int m) { finish_tile(entries, m); }
 
-  // The same for an empty tile.
+  // add_tile() and finish() for an empty tile.
   HSTU_DEVICE void add_empty_tile(const TableEntries& entries, int m) {
     float (&sums)[4] = diagonals_[kPairs - 1];
     store_finished(0, sums[0], sums[1]);
@@ -68,7 +67,7 @@ class TableGradients {
     finish_tile(entries, m);
   }
 
-  // After as many empty tiles, all diagonals are finished.
+  // The number of empty tiles after which all diagonals are finished.
   static constexpr int kTilesOfDiagonal = kPairs;
 
  private:
@@ -91,9 +90,9 @@ class TableGradients {
     const int warp = thread_ / 32;
     // The identity of 8 x 8 elements: lane 4 g + t has elements 2 t and 2 t + 1 of column g.
     const uint32_t identity = lane() / 8 == lane() % 4 ? bits << lane() / 4 % 2 * 16 : 0;
-    // The two diagonals of the last pair end within the tile, and others begin: the second one at
-    // block 4 - warp, the first one at block 8 - warp. Blocks n and n + 4 are before their ends
-    // if before[n], or else after[n].
+    // The two diagonals of the last pair end within the tile, and others begin there: the second
+    // one at block 4 - warp, the first one at block 8 - warp. before[n] is the identity if blocks n
+    // and n + 4 are before these ends; otherwise after[n] is the identity.
     uint32_t before[4], after[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -101,8 +100,8 @@ class TableGradients {
       after[n] = n < 4 - warp ? 0 : identity;
     }
     float (&first_part)[4] = diagonals_[kPairs - 1];  // blocks before both ends
-    float second_part[4] = {};                        // between them
-    float third_part[4] = {};                         // after both
+    float second_part[4] = {};                        // blocks between the ends
+    float third_part[4] = {};                         // blocks after both ends
     // Column n has the sums of the rows of block n of two diagonals.
     float rows[kPairs][4] = {};
     // Lanes 8 q to 8 q + 7 pass the addresses of the rows of block q of four: two of each diagonal
@@ -151,7 +150,7 @@ class TableGradients {
   }
 
   // Returns the sum of the lane's block, from the sums of the rows of all blocks of the warp. Lane
-  // 4 g + t has those of row g of blocks 2 t and 2 t + 1 of each diagonal.
+  // 4 g + t has the sums of row g of blocks 2 t and 2 t + 1 of each diagonal.
   HSTU_DEVICE float sum_of_block(const float (&rows)[kPairs][4]) const {
     float sums[2][2];  // of two diagonals, by two blocks
 #pragma unroll
@@ -199,7 +198,7 @@ class TableGradients {
     const int block = thread_ / 32 + 4 * half;
     const int own_block = kFirst + (kIsDescending ? kRowBlocks - 1 - block : block);
     // Distances past the ends of the table read its first or its last entry. One lane adds the sum
-    // of all of these.
+    // over all distances of such an entry.
     const int last = entries.position_size - 1;
     const int entry = min(max(entries.origin - m * kRows + own_block * 8 + distance, 0), last);
     const uint32_t before = __ballot_sync(kAllLanes, entry == 0);

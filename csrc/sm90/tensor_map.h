@@ -32,7 +32,7 @@
 
 namespace hstu::sm90 {
 
-// Columns of one copy: those that the widest swizzle spans.
+// Columns of one copy: at most the 128 bytes that the widest swizzle spans.
 template <int kHeadDim, int kElementBytes = 2>
 constexpr int kPanel = smaller(kHeadDim, 128 / kElementBytes);
 
@@ -179,7 +179,7 @@ __device__ __forceinline__ void start_copy_rows(const CUtensorMap& map, const Ra
       });
 }
 
-// The same, with arrive_and_expect_tx() on `barrier`.
+// start_copy_rows() after arrive_and_expect_tx() on `barrier`.
 template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
 __device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRows& rows, int first,
                                           Element* to,

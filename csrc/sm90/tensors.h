@@ -23,7 +23,7 @@ HSTU_DEVICE auto rows_tensor(Element* data) {
                      tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
 }
 
-// The same memory as a matrix of columns by rows.
+// The memory of rows_tensor() as a matrix of columns by rows.
 template <int kRows, int kHeadDim, typename Element>
 HSTU_DEVICE auto transposed_tensor(Element* data) {
   using Atom = std::conditional_t<(kHeadDim < 64), GMMA::Layout_MN_SW64_Atom<Element>,
@@ -32,9 +32,9 @@ HSTU_DEVICE auto transposed_tensor(Element* data) {
                      tile_to_shape(Atom{}, Shape<Int<kHeadDim>, Int<kRows>>{}, Step<_2, _1>{}));
 }
 
-// Products of a warpgroup's 64 rows, with fp32 accumulators or those of `Sum`. SmemMma: A and B in
-// shared memory, both K-major. RegisterMma: A in registers, B in shared memory, MN-major, or
-// K-major for e4m3, because wgmma reads 8-bit operands only K-major.
+// wgmmas of a warpgroup's 64 rows. SmemMma: A and B in shared memory, both K-major, accumulators of
+// type `Sum`. RegisterMma: A in registers, B in shared memory, MN-major, or K-major for e4m3,
+// because wgmma reads 8-bit operands only K-major.
 template <typename Element, int kColumns, int kDepth, typename Sum = float>
 using SmemMma = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, Sum,
@@ -82,7 +82,7 @@ HSTU_DEVICE void start_gemm(TiledMma mma, const A& a, const B& b, Sum& sum, GMMA
                           scale);
 }
 
-// The same with A in registers: the rounded accumulator of another product.
+// start_gemm() with A in registers: the rounded accumulator of another product.
 template <typename TiledMma, typename A, typename B, typename Sum>
 HSTU_DEVICE void start_gemm_registers(TiledMma mma, A& a, const B& b, Sum& sum,
                                       GMMA::ScaleOut scale) {

@@ -17,7 +17,7 @@ struct ForwardTiles {
   int query_stages;     // of Q; with 2, Q of the next work tile is copied early
   int key_stages;       // of K and V
   int bias_stages = 2;  // of a dense bias
-  int byte_stages = 0;  // of K or V as it is in e4m3 pages
+  int byte_stages = 0;  // of the bytes of K or V from e4m3 pages
 };
 
 // Registers per thread, which setmaxnreg moves from the producer to the consumers.
@@ -29,8 +29,8 @@ struct Registers {
 };
 
 // Splits the registers that a block begins with (65536 / threads, rounded down to a multiple of 8,
-// for each thread) so that no role spills, or few registers beside a converter. Producers that look
-// up pages need more of them.
+// for each thread) so that no role spills; with a converter, few registers spill. Producers that
+// look up pages need more registers.
 constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged,
                                       bool is_quantized) {
   if (is_quantized && head_dim <= 64) return {.producer = 72, .consumer = 184, .converter = 72};
@@ -52,8 +52,8 @@ constexpr ForwardTiles forward_tiles() {
   if constexpr (kHeadDim == 32 || kHeadDim == 64) {
     // Two stages of a dense bias take 32 KB for each consumer, patches of a relative one 16 KB.
     if constexpr (kHasBias) {
-      // A third consumer hides more of the time to find a relative bias than two more stages of K
-      // and V, and than the registers that it takes.
+      // A third consumer, which hides the time to find a relative bias, is worth more than two more
+      // stages of K and V, and more than the registers that it takes.
       if constexpr (kHasTimeBias && kHeadDim == 64 && !kIsPaged) {
         return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 3};
       }
@@ -93,8 +93,8 @@ constexpr ForwardTiles forward_tiles() {
   }
 }
 
-// The tiles of batches that are resident at once with 64 rows a block. More blocks then share their
-// work. A tile has as many keys as usual, so that sums have the same order.
+// The tiles for batches whose work tiles are all resident at once with 64 rows a block, so that
+// more blocks share the work. A tile has as many keys as usual, so that sums have the same order.
 template <int kHeadDim>
 constexpr ForwardTiles small_forward_tiles() {
   if constexpr (kHeadDim <= 64) {
@@ -125,9 +125,9 @@ constexpr ForwardTiles fp8_tiles() {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
 }
-// The tiles of e4m3 pages that are multiplied as they are, whose stages of bytes have 64 rows. Each
-// warp that transposes has every second of these stages: their number is even, since it would else
-// miss phases of their barriers.
+// The tiles for E4m3PagedKeys, whose stages of bytes have 64 rows. Each of the two warps that
+// transpose V uses every second of these stages. Their number must be even: with an odd number, a
+// warp would miss phases of their barriers.
 template <int kHeadDim>
 constexpr ForwardTiles fp8_paged_tiles() {
   if constexpr (kHeadDim == 64) {
@@ -154,7 +154,7 @@ constexpr Registers fp8_registers(int head_dim, int consumers, bool has_time_bia
 }
 
 // Returns how many of each 4 pairs of fp16 scores get their tanh from a polynomial on the FMA
-// units, while the MUFU units compute that of the others.
+// units, while the MUFU units compute the tanh of the others.
 constexpr int fp8_polynomial_quarters(int head_dim) { return head_dim == 256 ? 0 : 1; }
 
 // Sizes of the clusters whose blocks divide the keys of a tile of rows, with a paged cache. 8 is
@@ -168,8 +168,8 @@ constexpr int kMaxSplits = 8;
 constexpr int keys_to_store_partial(int head_dim) { return head_dim == 256 ? 128 : 320; }
 constexpr int kKeysToAddPartial = 128;
 
-// Rows of a step of the backward: beside dK and dV of 64 keys, a warpgroup has no registers for S
-// and dP of more rows.
+// Rows of a step of the backward: a warpgroup that holds dK and dV of 64 keys has no registers for
+// S and dP of more rows.
 constexpr int kBackwardRows = 64;
 
 // In e4m3, the rows after which dK and dV are added to totals in fp32: see promotion.h. With half
@@ -190,7 +190,7 @@ constexpr int backward_bias_warpgroups(int head_dim, bool has_time) {
   return has_time && head_dim <= 64 ? 2 : 1;
 }
 
-// The same with a relative bias. The warpgroups that compute it spill registers.
+// backward_registers() with a relative bias. The warpgroups that compute the bias spill registers.
 constexpr Registers backward_registers_with_bias(int head_dim, bool has_time) {
   if (!has_time) return {.producer = 24, .consumer = 216, .bias = 56};
   if (head_dim <= 64) return {.producer = 24, .consumer = 160, .bias = 64};

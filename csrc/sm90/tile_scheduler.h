@@ -1,8 +1,8 @@
 // The tile scheduler of the forward: hands a block one work tile after another.
 //
 // Work tiles come from one of these:
-//   no list      each block (or cluster) has one work tile, the number of which is blockIdx; or
-//                every gridDim-th of the tiles of short sequences (WorkList::sequence_tiles)
+//   no list      each block (or cluster) has one work tile, numbered by blockIdx; or, for short
+//                sequences, every gridDim-th work tile (WorkList::sequence_tiles)
 //   list         a block begins with the work tile of its number, and takes the next one by an
 //                atomic counter. The first row tiles of the batch are not listed, so that blocks
 //                begin before prepare_scheduler() has written the list
@@ -17,7 +17,7 @@
 
 namespace hstu::sm90 {
 
-// Clips what the rows of a work tile see to the key tiles of this block of the cluster.
+// Clips the visible keys of a work tile to the key tiles of this block of the cluster.
 template <int kKeys, int kClusterSize>
 HSTU_DEVICE void clip_to_cluster_rank(Interval (&hull)[2]) {
   Interval tiles[2];
@@ -98,8 +98,8 @@ class TileScheduler {
     }
   }
 
-  // Describes work tile smem.work_index: its rows and the keys that they see; there may be none. It
-  // is the end (kEndOfWork) only if no later work tile of the block can have rows.
+  // Writes work tile smem.work_index: its rows, which may be none, and the keys that they see.
+  // Writes kEndOfWork only if no later work tile of the block can have rows.
   static HSTU_DEVICE void get_next_work(const ForwardParams& params,
                                         const SchedulerMetadata& metadata, const SharedMemory& smem,
                                         WorkTile& work_tile) {
@@ -204,8 +204,8 @@ class TileScheduler {
     work_tile.other_splits = others;
   }
 
-  // Zeroes the output of rows that see no key. If the keys are split, the first split does it, and
-  // only if no other split has visible keys.
+  // Zeroes the output of rows that see no key. If the keys are split, only the first split zeroes
+  // it, and only if no other split has visible keys.
   static HSTU_DEVICE void zero_output(const ForwardParams& params, const WorkTile& work_tile) {
     if (Traits::kIsSplitByList &&
         (work_tile.split.begin != 0 || work_tile.tile_of(0, INT_MAX) != Traits::kNoKey)) {

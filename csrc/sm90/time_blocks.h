@@ -1,11 +1,10 @@
 // The weights by time of a relative bias in the backward, and the sums of dS for the gradient of
-// their table.
+// the time table.
 //
 // A lane has one block of 8 x 8 scores of each tile: the same 8 keys in all tiles of a work tile,
 // and the same 8 rows of each tile of 64. Elapsed time changes slowly from one tile to the next, so
-// the lane keeps the bucket of its block, and the differences between which all have this bucket.
-// Where all blocks of a tile keep their bucket, the tile costs a warp one comparison and one
-// addition.
+// the lane keeps the bucket of its block, and the range of differences that have this bucket. Where
+// all blocks of a tile keep their bucket, the tile costs a warp one comparison and one addition.
 #pragma once
 
 #include "../bias/relative_bias.h"
@@ -37,7 +36,7 @@ struct TimeBlockMemory {
     HSTU_DEVICE int row() const { return place % 8 * 8; }  // the first one
   };
   static constexpr int kBlocks = kRows * kKeys / 64 / 4;  // of a warp
-  // With 64 keys, at head dim 256, there are registers instead, and no shared memory is left.
+  // With 64 keys, at head dim 256, `kept` is in registers, because no shared memory is left.
   static constexpr bool kHasKept = kKeys > 64;
   alignas(16) TimeRange ranges[kRows / 8];  // of the rows of the tile to be found next
   // Index 0 belongs to tiles with an even number, 1 to those with an odd one. `rows` has the low
@@ -87,7 +86,7 @@ struct TimesOfTile {
   HSTU_DEVICE const NarrowCell* cells() const {
     return bias.prepared.narrow_cells + table_head * kNarrowCells;
   }
-  // The times of 8 rows, or of the last rows for those that do not exist.
+  // The times of a block of 8 rows. A block past the end has the times of the last block.
   HSTU_DEVICE const KeyBlockTimes* rows(int row_block) const {
     return bias.prepared.row_blocks + (first_rows + min(row_block, last_rows));
   }
@@ -122,8 +121,8 @@ class TimeBlocks {
     state_ = kNone;
   }
 
-  // Start loading what find() needs of tile m of rows: first the ranges of its rows, when the
-  // tile before has been found, then their times, when the one before that has been added.
+  // Start loading what find() needs of row tile m: first the ranges of its rows, after find() of
+  // the previous tile, then the times of its rows, after add() of the tile before the previous one.
   HSTU_DEVICE void start_load_ranges(const TimesOfTile& times, int m) {
     if (lane() < Blocks::kRowBlocks) {
       ptx::cp_async_cached_16(&times.rows(m * Blocks::kRowBlocks + lane())->range,
@@ -139,8 +138,8 @@ class TimeBlocks {
     ptx::cp_async_commit();
   }
 
-  // Finds the weights of tile m, and those of the scores of blocks with several buckets: 64 words
-  // of `patches` for each such block, in the order of the consumers' accumulator.
+  // Finds the weights of tile m, and the weights of the scores of blocks with several buckets: 64
+  // weights in `patches` for each such block, in the order of the consumers' accumulator.
   HSTU_DEVICE void find(const TimesOfTile& times, int m, int parity, Weights& weights,
                         uint32_t* patches) {
     const int row_block = Blocks::row_block_of(lane() % 8);
@@ -175,12 +174,12 @@ class TimeBlocks {
     if (Blocks::has_block(lane())) weights.blocks[chunk][row_block] = weight_;
   }
 
-  // Called instead of find() when there is no further tile: the last one has still to be added.
+  // Called instead of find() when there is no further tile, before add() of the last one.
   HSTU_DEVICE void skip() { previous_ = state_; }
 
-  // Adds dS of tile m, which was found before the one found last. `total` is the sum of the lane's
-  // block; some lane has one that is not finite if dS is not. Calls release() when dS has been
-  // read.
+  // Adds dS of tile m, the tile before the one that find() processed last. `total` is the sum of
+  // the lane's block; if dS is not finite, `total` of some lane is not finite. Calls release() when
+  // dS has been read.
   template <typename Release>
   HSTU_DEVICE void add(const TableEntries& entries, const TimesOfTile& times, int m, int parity,
                        float total, const Element* ds, Release release) {
@@ -219,10 +218,10 @@ class TimeBlocks {
 
   // The state of a block is kKinds times its first bucket, plus one of these:
   static constexpr int kOne = 0;   // it has one bucket
-  static constexpr int kTwo = 1;   // two, and no difference is 2^31 or more larger than another
-  static constexpr int kMany = 2;  // more, and all differences are below 2^31
-  static constexpr int kWide = 3;  // several, of other differences
-  static constexpr int kNone = 4;  // no row sees a key of it, or the lane has no block
+  static constexpr int kTwo = 1;   // two buckets, and differences differ by less than 2^31
+  static constexpr int kMany = 2;  // more buckets, and all differences are below 2^31
+  static constexpr int kWide = 3;  // several buckets, and larger differences than kTwo or kMany
+  static constexpr int kNone = 4;  // no row sees a key of the block, or the lane has no block
   static constexpr int kKinds = 8;
 
   static HSTU_DEVICE int kind_of(int state) { return state & (kKinds - 1); }
@@ -232,8 +231,8 @@ class TimeBlocks {
 
   HSTU_DEVICE int lane() const { return thread_ % 32; }
 
-  // The differences that all have the bucket of the lane's block in the tile found last; none if it
-  // has several.
+  // The range of differences that have the bucket of the lane's block in the tile found last; empty
+  // if the block has several buckets.
   HSTU_DEVICE DifferenceRange& kept() {
     if constexpr (Memory::kHasKept) {
       return memory_.kept[lane()];
@@ -329,8 +328,8 @@ class TimeBlocks {
     }
   }
 
-  // The same for the other blocks of the list, from `first` on, for which the bucket of each score
-  // is looked up.
+  // Writes the patches of the other blocks of the list, from `first` on, by looking up the bucket
+  // of each score.
   HSTU_DEVICE void patch_many(const TimesOfTile& times, int first, int count, int parity, int m,
                               uint32_t* patches) const {
     const NarrowCell* const cells = times.cells();
@@ -414,7 +413,7 @@ class TimeBlocks {
     }
   }
 
-  // The same for the blocks of some lanes.
+  // Writes the patches of the blocks of `lanes` by patch_key().
   HSTU_DEVICE void patch_exactly(const TimesOfTile& times, uint32_t lanes, int m,
                                  uint32_t* patches) const {
 #pragma unroll 1
@@ -628,7 +627,7 @@ class TimeBlocks {
   int thread_;
   const KeyTimes<kKeys>& keys_;
   Memory& memory_;
-  DifferenceRange kept_ = {1, 0};  // if shared memory has no room for it
+  DifferenceRange kept_ = {1, 0};  // used if shared memory has no room for kept()
   uint16_t weight_ = 0;
   int state_ = kNone;
   int previous_ = kNone;  // the state of the tile before

@@ -108,8 +108,8 @@ struct E4m3Weights : E4m3Fragment<Traits> {
     }
   }
 
-  // Two groups of 8 keys of row m of the thread become a word, which is the order that the blocks
-  // of V have, see Fp8Params.
+  // A word has the values of row m of the thread in two groups of 8 keys. Blocks of V have their
+  // keys in the same order, see Fp8Params.
   HSTU_DEVICE void round(const Scores& scores) {
     Tensor words = recast<uint32_t>(fragment);
 #pragma unroll
@@ -140,7 +140,7 @@ struct SaturatedTanh {
   }
 };
 
-// The base of both forms of P from fp16 scores: how they are rounded.
+// The base of both forms of P from fp16 scores: it rounds P to e4m3.
 template <typename Traits, typename Scores>
 struct HalfE4m3Fragment : E4m3Fragment<Traits> {
   using E4m3Fragment<Traits>::fragment;
@@ -158,7 +158,7 @@ struct HalfE4m3Fragment : E4m3Fragment<Traits> {
   }
 };
 
-// The same from fp16 scores S of at most 57600, see Fp8Params::half_sums, in fp16:
+// P in e4m3 from fp16 scores S of at most 57600, see Fp8Params::half_sums. P is computed in fp16:
 //
 //   h = (p_i * v_b / v_max) * x / 2 = weight * S + weight_mean, of at most 224
 //   P = h + h * tanh(x / 2)
@@ -170,7 +170,7 @@ template <typename Traits, typename Scores>
 struct HalfE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
   using HalfE4m3Fragment<Traits, Scores>::kQuarters;
 
-  // For the two rows of a thread, each twice in a word.
+  // The factors of the two rows of a thread. A word holds the same fp16 factor twice.
   struct Factors {
     uint32_t score[2];
     uint32_t mean[2];
@@ -223,12 +223,12 @@ struct HalfE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
   }
 };
 
-// The same with factors of keys, as e4m3_pages.h says.
+// P in e4m3 from fp16 scores, with factors of keys as in e4m3_pages.h.
 template <typename Traits, typename Scores>
 struct PagedE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
   using HalfE4m3Fragment<Traits, Scores>::kQuarters;
 
-  // For the two rows of a thread, each twice in a word.
+  // The factors of the two rows of a thread. A word holds the same fp16 factor twice.
   struct Factors {
     uint32_t score[2];
     uint32_t score_of_polynomial[2];

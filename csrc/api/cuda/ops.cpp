@@ -104,7 +104,7 @@ class AlignedCopies {
     inputs_.push_back(whole);
   }
   // Copies a dense bias whose rows are not aligned, or that has more than 16 bits, for the kernels
-  // of e4m3: there are no others to which such a call could fall back.
+  // of e4m3: such a call has no other kernels to fall back to.
   void fp8_bias(const OptionalView& rab, DenseBias& bias) {
     if (!rab) return;
     const bool is_wide = bias.dtype != DType::kBFloat16 && bias.dtype != DType::kFloat16;
@@ -215,8 +215,8 @@ bool has_e4m3_rows(const PackedTensor& packed) {
          is_step(packed.head_stride);
 }
 
-// Lays out the outputs of `quantize` in `memory`, to which `params` refers afterwards. Returns how
-// many bytes it takes, also where there is no memory yet. q and k that kernels can read in place
+// Lays out the outputs of `quantize` in `memory`, to which `params` refers afterwards. Returns the
+// number of bytes that they take, also if `memory` is null. q and k that kernels can read in place
 // are not copied.
 int64_t lay_out(QuantizeParams& quantize, void* memory, ForwardParams& params) {
   Arena<256> arena(memory);
@@ -256,7 +256,7 @@ int64_t lay_out(QuantizeParams& quantize, void* memory, ForwardParams& params) {
   return arena.used();
 }
 
-// The same for a call with pages.
+// lay_out() for a call with pages.
 int64_t lay_out(PagedQuantizeParams& quantize, void* memory, ForwardParams& params) {
   Arena<256> arena(memory);
   const int64_t rows = quantize.batch.total_q, heads = quantize.heads;
@@ -327,7 +327,7 @@ class Call {
   }
 
  private:
-  // May be freed when the kernels have been launched, like AlignedCopies.
+  // Allocates the workspace, which may be freed as soon as the kernels have been launched.
   std::optional<Tensor> take_workspace(int64_t bytes) {
     if (bytes == 0) return std::nullopt;
     Tensor workspace = allocate(q_, {bytes}, ScalarType::Byte);
