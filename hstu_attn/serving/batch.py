@@ -26,17 +26,17 @@ class Request:
 
     Attributes:
         user: the user whose events these are.
-        events: `(n, 3)` new ones.
-        candidates: `(m,)` items to score; none where the best of the catalog are asked for.
-        top_k: how many of the catalog; 0 where candidates are scored.
-        exclude_seen: whether items of the user's history are left out of those.
-        at: the time at which the model is asked; None is the time of the last event.
+        events: `(n, 3)` new events of the user.
+        candidates: `(m,)` items to score; empty in a request for the best items of the catalog.
+        top_k: the number of items to return from the catalog; 0 where candidates are scored.
+        exclude_seen: whether items of the user's history are left out of the returned items.
+        at: the time at which the model is queried; None is the time of the last event.
         submitted: when it was submitted, by `time.monotonic`.
-        client: the client on whose behalf it is made; clients take turns in the queue.
+        client: the client that the request is made for; clients take turns in the queue.
         deadline: the time by `time.monotonic` after which the answer is of no use.
-        request_id: the same for each attempt to make this request; None if it has no name.
-        context: what an `UncachedModel` reads beside events and candidates.
-        span: the caller's span of OpenTelemetry, if it is recorded.
+        request_id: an id that all attempts at this request share; None if the caller gave none.
+        context: what an `UncachedModel` reads besides events and candidates.
+        span: the caller's OpenTelemetry span, if it is recorded.
         future: the future of the answer.
     """
 
@@ -56,7 +56,7 @@ class Request:
 
 
 class Plan(NamedTuple):
-    """A request with its user's events, those it brings included, and what is to be stored."""
+    """A request, the user's history with the request's new events, and the change to store."""
 
     request: Request
     after: History
@@ -71,23 +71,24 @@ class Plan(NamedTuple):
 
     @property
     def new(self) -> int:
-        """How many events of the history the request brings."""
+        """The number of events in the history that are new with this request."""
         return min(len(self.change.events) - self.change.moved, len(self.after.events))
 
 
 class Batch(NamedTuple):
     """A batch: `total` rows of `B` requests, `total_k` keys, `n` candidates.
 
-    Tensors are on the device; arrays are to be copied there with the tables of the cache's step.
+    Tensors are on the device. Arrays are still to be copied to it, with the tables of the cache's
+    step.
 
     Attributes:
-        rows: what the model embeds.
-        max_seq_len: most rows of a request.
-        max_key_len: most keys of a request.
+        rows: the rows that the model embeds.
+        max_seq_len: the largest number of rows of a request.
+        max_key_len: the largest number of keys of a request.
         seq_offsets: int64 `(B + 1,)` array.
         num_targets: int64 `(B,)` array.
-        row_times: int64 `(total,)`, when each row is asked: at its user's next event, or now; empty
-            where the model reads no times.
+        row_times: int64 `(total,)`, the time at which each row predicts: that of its user's next
+            event or, for the last event and candidates, that of the query; empty without times.
         key_times: int64 `(total_k,)`, or empty likewise.
         candidates: int64 `(n,)`, of all requests.
         state_rows: int64 `(n,)`, the row whose state each candidate is scored by.
@@ -129,7 +130,7 @@ def pack(
     if candidates_are_rows:
         state_rows += _ranges(np.ones_like(counts), counts)
 
-    # With candidates as rows these are most of the rows, and their states are their own.
+    # Where candidates are rows, they are most of the rows, and each has a state of its own.
     event_rows = _ranges(seq_offsets[:-1], written)
     items, actions, positions, is_candidate = np.zeros((4, seq_offsets[-1]), np.int64)
     items[event_rows] = events[:, ITEM]
@@ -142,12 +143,15 @@ def pack(
 
     row_times = key_times = np.empty(0, np.int64)
     if reads_times:
-        parts = [
-            np.append(plan.after.events[:, TIME], np.full(count + 1, plan.at))
-            for plan, count in zip(plans, targets, strict=True)
-        ]
-        row_times = np.concatenate([part[k + 1 :] for part, k in zip(parts, kept, strict=True)])
-        key_times = np.concatenate([part[:-1] for part in parts])
+        # An event's row is asked at the time of the next event; the last one, and targets, at `at`.
+        after = np.repeat([plan.at for plan in plans], targets + 1)
+        ends = np.cumsum(targets + 1).tolist()
+        rows_of, keys_of = [], []
+        for history, k, begin, end in zip(histories, kept, [0, *ends[:-1]], ends, strict=True):
+            times = history[:, TIME]
+            rows_of += [times[k + 1 :], after[begin if len(times) else begin + 1 : end]]
+            keys_of += [times, after[begin + 1 : end]]
+        row_times, key_times = np.concatenate(rows_of), np.concatenate(keys_of)
 
     columns = [items, actions, positions, is_candidate, row_times, key_times, candidates]
     columns += [state_rows, last_rows]
@@ -174,7 +178,7 @@ def whole_requests(plans: Sequence[Plan]) -> Requests:
 
 
 def _ranges(starts: Int64s, lengths: Int64s) -> Int64s:
-    """Returns `[start, start + length)` of each, one after the other."""
+    """Returns the ranges `[start, start + length)`, concatenated."""
     before = np.cumsum(lengths) - lengths
     numbers: Int64s = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return numbers

@@ -200,18 +200,21 @@ class Scorer:
 
         Copying them waits for the device, so anything that fails there has failed by then.
         """
-        scores = model.score(states[batch.state_rows], batch.candidates)
-        meanwhile()
-        scores = scores.cpu()
-        answers = _finite_or_none(scores, plans)
         asking = [number for number, plan in enumerate(plans) if plan.request.top_k]
+        answers: list[Tensor | Recommendation | None]
+        if len(asking) < len(plans) or len(batch.candidates):
+            scores = model.score(states[batch.state_rows], batch.candidates)
+            meanwhile()
+            answers = _finite_or_none(scores.cpu(), plans)
+        else:
+            meanwhile()
+            answers = [None] * len(plans)
         if asking and self.catalog_model is not None:
             chosen = torch.tensor(asking, device=states.device)
             catalog = self.catalog_model.score_catalog(states[batch.last_rows[chosen]])
             best = _best(catalog, [plans[number] for number in asking])
             for number, recommendation in zip(asking, best, strict=True):
-                finite = recommendation.scores.isfinite().all()
-                answers[number] = recommendation if finite else None
+                answers[number] = recommendation
         return answers
 
 
@@ -223,8 +226,11 @@ def _finite_or_none(scores: Tensor, plans: Sequence[Plan]) -> list[Tensor | Reco
     return [found if found.isfinite().all() else None for found in listed]
 
 
-def _best(catalog: Tensor, plans: Sequence[Plan]) -> list[Recommendation]:
-    """Returns the best items of each row of scores `(len(plans), num_items)`."""
+def _best(catalog: Tensor, plans: Sequence[Plan]) -> list[Recommendation | None]:
+    """Returns the best items of each row of scores `(len(plans), num_items)`.
+
+    A row's result is None if a score among them is not finite.
+    """
     if any(plan.request.exclude_seen for plan in plans):
         seen = [
             plan.after.events[:, ITEM] if plan.request.exclude_seen else np.empty(0, np.int64)
@@ -237,12 +243,19 @@ def _best(catalog: Tensor, plans: Sequence[Plan]) -> list[Recommendation]:
         )
     most = min(max(plan.request.top_k for plan in plans), catalog.shape[1])
     best = catalog.topk(most)
-    recommendations = []
-    for plan, scores, items in zip(plans, best.values.cpu(), best.indices.cpu(), strict=True):
-        unseen = scores[: plan.request.top_k] != -torch.inf
-        count = int(unseen.sum())
-        recommendations.append(Recommendation(items[:count], scores[:count]))
-    return recommendations
+    scores, items = best.values.cpu(), best.indices.cpu()
+    # NumPy takes less time than torch for arrays as small as these.
+    numbers = scores.double().numpy()
+    wanted = np.array([plan.request.top_k for plan in plans])
+    is_unseen = (numbers != -np.inf) & (np.arange(most) < wanted[:, None])
+    counts = is_unseen.sum(axis=1).tolist()
+    finite = (np.isfinite(numbers) | ~is_unseen).all(axis=1).tolist()
+    return [
+        Recommendation(row_items[:count], row_scores[:count]) if is_finite else None
+        for row_items, row_scores, count, is_finite in zip(
+            items.unbind(), scores.unbind(), counts, finite, strict=True
+        )
+    ]
 
 
 def check_fit(

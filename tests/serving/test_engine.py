@@ -1,9 +1,10 @@
-"""Tests of the serving engine: its answers are those of the model without a cache on the events
-stored by then, and failures leave nothing behind.
+"""Tests of the serving engine: its answers equal those of the model without a cache for the stored
+events, and failed requests have no effect on later ones.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from concurrent.futures import Future
@@ -84,14 +85,14 @@ def test_random_traffic(
     """Threads send requests for common users. Each user's requests are recorded in order of
     arrival, and later answered again one by one without a cache.
 
-    With `runs_ahead`, answers are handed out as on a GPU.
+    With `runs_ahead`, answers are returned asynchronously, as on a GPU.
     """
     monkeypatch.setattr(Scorer, "runs_ahead", runs_ahead)
     model = make_model(name)
     cache = make_cache(12)  # four full histories
     users, per_thread = 15, 150
     sent: dict[int, list[Sent]] = {user: [] for user in range(users)}
-    starts = [0] * users  # before which a user has no more events
+    starts = [0] * users  # index of each user's first remaining event
     locks = [threading.Lock() for _ in range(users)]
     engine = Engine(model, cache, max_batch_size=6, max_wait=0.001, graphs=graphs)
 
@@ -334,8 +335,9 @@ def test_forgotten_users_start_from_nothing() -> None:
         assert_close(engine.score(2, [(9, 9)], [1, 2]), expected)
 
 
-def test_users_without_events_can_be_ranked_for() -> None:
-    model = make_model("ranking")
+@pytest.mark.parametrize("name", ["ranking", "ranking, times"])
+def test_users_without_events_can_be_ranked_for(name: str) -> None:
+    model = make_model(name)
     with Engine(model, make_cache(12)) as engine:
         expected = model.whole(np.empty((0, 3), np.int64), [4, 5], 0)
         assert_close(engine.score("nobody", [], [4, 5]), expected)
@@ -376,8 +378,30 @@ def test_recommendations(exclude_seen: bool) -> None:
                 assert_close(answer.scores, scores[best])
 
 
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf])
+def test_a_recommendation_with_a_score_that_is_not_finite_fails_alone(spoilt: float) -> None:
+    model = make_model("retrieval")
+    histories, catalog = Histories(model), model.score_catalog
+
+    def score_catalog(states: Tensor) -> Tensor:
+        scores: Tensor = catalog(states)
+        scores[1, 7] = spoilt
+        return scores
+
+    model.score_catalog = score_catalog
+    with Engine(model, make_cache(12), max_batch_size=3, max_wait=30.0) as engine:
+        futures = [engine.submit_recommend(user, [(user, 3)], 2 + user) for user in (1, 2, 3)]
+        with pytest.raises(FloatingPointError, match="scores: expected finite"):
+            futures[1].result(10)
+        for user in (1, 3):
+            answer = futures[user - 1].result(10)
+            assert len(answer.items) == 2 + user
+            expected = histories.expect(user, [Event(user, 3)], answer.items.tolist(), None)
+            assert_close(answer.scores, expected)
+
+
 def test_nothing_is_recommended_to_who_has_no_events() -> None:
-    """Though candidates are rows: there is no row of the user, and those of others are no use."""
+    """This holds although candidates are rows: without events, a user has no row to score by."""
     model = make_model("ranking")
     model.score_catalog = lambda states: model.head(states) * torch.arange(ITEMS)
     with Engine(model, make_cache(12), max_batch_size=2, max_wait=30.0) as engine:
