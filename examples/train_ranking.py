@@ -10,29 +10,29 @@
 
 Data are KuaiRand's logs, whose tasks are its actions; MovieLens ratings or Amazon reviews, whose
 tasks are ratings of that many stars or more; or Parquet or CSV files, whose columns `--columns`
-names, with either kind of tasks. Of each user the last events are for testing, those before them
-for validation, and the rest for training; with `--held-out-share`, two times divide the events of
-all users so.
+names, with either kind of tasks. Each user's last events are for testing, the ones before them for
+validation, and the rest for training; with `--held-out-share`, two points in time split the events
+of all users instead.
 
-A sequence is a request: contextual features, a history of items and actions by turns, and
-candidates that see all of it but not each other. In training the candidates are a user's next
+A sequence is a request: contextual features, a history of alternating items and actions, and
+candidates that see all of these but not each other. In training the candidates are a user's next
 `--targets` events, so that one pass over a history trains on all of them, and each event is a
-candidate once an epoch. More of them make a pass cheaper for each, but the history is older for the
-last ones. In the input candidates have neither their actions nor their times, so that nothing of
-what is predicted is seen.
+candidate once per epoch. More candidates per pass cost less each, but the history is older for the
+last ones. The input has neither the actions nor the times of the candidates, so that no label leaks
+into it.
 
-Evaluation is by AUC and normalized entropy of each task, next to rates of items and users. The
+Evaluation uses AUC and normalized entropy of each task, next to rates of items and users. The
 output directory holds the curves, also for TensorBoard, the metrics and checkpoints, from which a
 killed run continues exactly. A directory that holds a run is never written over: `--resume`
 continues the run, or with more `--epochs` trains a finished one on, and another `--out` starts a
 new one.
 
-On several GPUs, or processes of a CPU, the steps are those of one, divided among them:
+With several GPUs, or CPU processes, the steps are those of a single process, divided among them:
 
     torchrun --nproc-per-node 8 examples/train_ranking.py --data ...
 
-Each has a part of every embedding table (--tables) and all of the layers (--strategy ddp) or a part
-of them (fsdp2). A run may continue on another number of them.
+Each process has a part of every embedding table (--tables) and all of the layers (--strategy ddp)
+or a part of them (fsdp2). A run may continue on another number of processes.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def task_weights(chosen: list[str] | None, actions: tuple[str, ...]) -> dict[str
     """Returns the weight of each task's loss.
 
     Args:
-        chosen: what `--tasks` says.
-        actions: what the data have.
+        chosen: the values of `--tasks`.
+        actions: the actions of the data.
 
     Raises:
         ValueError: an action that the data do not have, one named twice, or a wrong weight.
@@ -249,7 +249,7 @@ class RankingTrainer(Trainer[RankingBatch]):
         data: the events.
         weights: the weights of the tasks' losses.
         device: where to train.
-        processes: what is done together with other processes.
+        processes: the processes of the run.
     """
 
     def __init__(
@@ -380,8 +380,8 @@ def measure_baselines(
 ) -> BaselineMetrics:
     """Returns the metrics of the rates; validation chooses how item and user rates are smoothed."""
     shown = processes.is_first
-    # Each candidate in validation, then the three that are chosen in the test and two of them in
-    # validation again.
+    # The progress bar counts each candidate in validation, then the three chosen ones in the test
+    # and two of them in validation again.
     with progress_bar("baselines", NUM_CANDIDATES + 5, "evaluation", shown=shown) as bar:
 
         def measure(scorer: Scorer, split: Split) -> dict[str, float]:

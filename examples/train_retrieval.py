@@ -11,19 +11,19 @@
 
 Data are MovieLens ratings (`u.data`, `ratings.dat` or `ratings.csv`, with the titles next to them),
 Amazon reviews (ratings only, of 2014, 2018 or 2023), KuaiRand's logs, or Parquet or CSV files whose
-columns `--columns` names. Of each user the last event is for testing, the one before it for
-validation, and the rest for training; `--protocol published` trains on all but the last, as for
-published figures (arXiv 2402.17152, section 4.1.1). A recipe, a TOML file of options, repeats one
-of these. Training is by sampled softmax; evaluation ranks the whole catalog and compares with two
-baselines.
+columns `--columns` names. Each user's last event is for testing, the one before it for validation,
+and the rest for training; `--protocol published` trains on all but the last event, as published
+results do (arXiv 2402.17152, section 4.1.1). A recipe, a TOML file of options, reproduces one of
+these results. Training uses sampled softmax; evaluation ranks the whole catalog and compares with
+two baselines.
 
 The output directory holds the curves, the metrics and checkpoints, from which a killed run
 continues exactly; `tensorboard --logdir OUT/tensorboard` shows them live. A directory that holds a
 run is never written over: `--resume` continues the run, or with more `--epochs` trains a finished
 one on, and another `--out` starts a new one.
 
-On several GPUs, or processes of a CPU, each has a part of the rows of the item embeddings and of
-the state of their optimizer (--tables), and a part of each batch:
+With several GPUs, or CPU processes, each process has a part of the rows of the item embeddings and
+of their optimizer state (--tables), and a part of each batch:
 
     torchrun --nproc-per-node 8 examples/train_retrieval.py --data ...
 """
@@ -95,7 +95,7 @@ class RetrievalOptions(Options):
 
 
 class _InPlaceOf(argparse.Action):
-    """Stores an option, and None in the one that it replaces; the last that is given counts."""
+    """Stores an option and sets the option that it replaces to None; the last one given counts."""
 
     def __init__(self, *arguments: Any, other: str, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -253,7 +253,7 @@ from hstu_attn.distributed import World, is_launched, run
 Split = Literal["validation", "test"]
 
 CPU = torch.device("cpu")
-LONGEST_TUNING = timedelta(hours=2)  # the first of several processes tunes the baselines
+LONGEST_TUNING = timedelta(hours=2)  # other processes wait while the first tunes the baselines
 EVALUATION_TOKENS = {"cpu": 2**14, "cuda": 2**17}
 SHOWN = ("hit_rate_10", "ndcg_10", "hit_rate_50")  # while training, and in the curves
 RANKED = {
@@ -338,7 +338,7 @@ def make_model(
     device: torch.device,
     mesh: DeviceMesh | None = None,
 ) -> RetrievalModel | SASRec:
-    """Returns the model that is trained, on the CPU but for a table that ranks divide.
+    """Returns the untrained model, on the CPU except for a table sharded over ranks.
 
     Args:
         options: the command line.
@@ -370,7 +370,7 @@ def make_model(
 
 
 def baselines_of(log: EventLog, options: RetrievalOptions) -> BaselineMetrics:
-    """Returns what `measure_baselines` finds, or an earlier run on these data has found."""
+    """Returns the result of `measure_baselines`, cached from an earlier run on the same data."""
     return cached_baselines(
         log.directory,
         baselines_depend_on(log, options),
@@ -385,7 +385,7 @@ class RetrievalTrainer(Trainer[JaggedBatch]):
         options: the command line.
         log: the events.
         device: where to train.
-        processes: what is done together with other processes.
+        processes: the processes of the run.
     """
 
     advice = "A lower --learning-rate, more --warmup-steps or a higher --temperature may help."
@@ -585,7 +585,7 @@ def report(trainer: RetrievalTrainer, table: Table, note: str, user: int) -> Non
     Args:
         trainer: with the model that is reported.
         table: the metrics of the test.
-        note: what is to be said of the baselines.
+        note: a note on the baselines.
         user: the user whose recommendations are shown.
     """
     log, options = trainer.log, trainer.retrieval

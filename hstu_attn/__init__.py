@@ -1,18 +1,18 @@
 """HSTU attention for generative recommenders, as a PyTorch extension.
 
     hstu_attention             the operator: packed sequences, a mask object, a bias object
-    Mask                       what each query row sees
-    DenseBias, RelativeBias    what is added to the scores
+    Mask                       the keys that each query row sees
+    DenseBias, RelativeBias    the biases that are added to the scores
     PagedKV, append_paged_kv   a paged KV cache, for inference, and how it is filled
     Quantization               how FP8 attention quantizes
-    hstu_attn_varlen_func      the operator as FBGEMM's users call it
-    hstu_attn_qkvpacked_func   the same for q, k and v in one tensor
+    hstu_attn_varlen_func      the operator with the arguments of FBGEMM's `hstu` package
+    hstu_attn_qkvpacked_func   `hstu_attn_varlen_func` for q, k and v in one tensor
     HSTULayer, HSTUStack       the transduction layer around the operator
-    FP8                        what a layer computes in FP8
-    jagged                     what joins, splits and embeds packed sequences around the layers
-    compat                     the operator as users of other libraries call it
-    reference, testing         its definition in plain PyTorch, and how to compare with that
-    info                       what this machine gets, checked: `python -m hstu_attn.info`
+    FP8                        the parts of a layer that are computed in FP8
+    jagged                     functions that join, split and embed packed sequences
+    compat                     the operator with the names and arguments of other libraries
+    reference, testing         the operator in plain PyTorch, and tools to compare with it
+    info                       a check of this machine's kernels: `python -m hstu_attn.info`
 
 The formula is that of Zhai et al. 2024, "Actions Speak Louder than Words" (arXiv 2402.17152).
 """

@@ -1,3 +1,3 @@
-"""The version of hstu_attn: this line is the only place that has it."""
+"""The only definition of the version of hstu_attn."""
 
 __version__ = "0.1.0"

@@ -66,11 +66,11 @@ class RelativeBias:
         pos_weight: `(1 or a divisor of heads, 2R - 1)`, fp32 or q's dtype.
         ts_weight: `(1 or a divisor of heads, buckets)`, fp32 or q's dtype; needs `timestamps`.
         timestamps: int64 `(total_k,)`: the time of each key's event, in seconds or any other unit.
-        row_timestamps: int64 `(total_q,)`: the time of each query row. Left out, it is the time of
-            the event after the row (of the last event, for the last row).
+        row_timestamps: int64 `(total_q,)`: the time of each query row. None means the time of the
+            event after the row or, for the last row, its own time.
         thresholds: int64, non-decreasing: `bucket(d)` counts the entries that are `<= d` and is
-            clamped to the last bucket. Left out, it is `floor(ln(max(d, 1)) / 0.301)`, exactly.
-            `log_thresholds` and `sqrt_thresholds` make others.
+            clamped to the last bucket. None means `floor(ln(max(d, 1)) / 0.301)`, exactly.
+            `log_thresholds` and `sqrt_thresholds` make other thresholds.
 
     Raises:
         ValueError: if no table is given, or times without their table. Shapes, dtypes and whether
@@ -195,8 +195,8 @@ _thresholds: dict[tuple[torch.device, tuple[int, ...] | None], Tensor] = {}
 def thresholds_tensor(device: torch.device, values: tuple[int, ...] | None = None) -> Tensor:
     """Returns thresholds as int64 on `device`, made once for each device and each list.
 
-    Graphs of the compiler hold the tensor on its device. If they held a list, each call would copy
-    that from the host, and `torch.compile` would not capture them as CUDA graphs.
+    Compiled graphs hold the tensor on its device. If they held a list, each call would copy the
+    list from the host, and `torch.compile` would not capture the graphs as CUDA graphs.
 
     Args:
         device: the device of the tensor.
@@ -206,7 +206,7 @@ def thresholds_tensor(device: torch.device, values: tuple[int, ...] | None = Non
     if thresholds is None:
         numbers = _DEFAULT_THRESHOLDS if values is None else values
         thresholds = torch.tensor(numbers, dtype=torch.int64, device=device)
-        # A tensor that torch.export traces, or one without data, is for this call alone.
+        # A tensor that torch.export traces, or one without data, must not be cached.
         if type(thresholds) is Tensor and not torch.compiler.is_compiling():
             _thresholds[device, values] = thresholds
     return thresholds
@@ -225,7 +225,7 @@ def bias_of_heads(
         table: the tensor, with a divisor of `heads` along `dim`; or None.
         heads: the heads of the whole call.
         first: the first of the heads.
-        count: how many there are, one after the other.
+        count: the number of consecutive heads.
         dim: the dimension of the heads.
 
     Returns:
@@ -243,7 +243,7 @@ def bias_of_heads(
 
 
 def time_difference(times: Tensor, others: Tensor) -> Tensor:
-    """Returns `|times - others|` of int64; a difference beyond the largest int64 becomes that.
+    """Returns `|times - others|`, saturated at the largest int64.
 
     Every threshold is at most the largest int64, so this does not change the bucket.
     """

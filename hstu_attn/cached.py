@@ -1,4 +1,4 @@
-"""The rows of a cached forward: where they are in the call and in a cache."""
+"""The rows of a forward with a KV cache, and their places in the batch and in the cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["CachedPages", "CachedRows", "StepTensors", "check_cacheable"]
 
 
 def check_cacheable(config: HSTULayerConfig, with_targets: bool) -> None:
-    """Raises ValueError unless keys and values of layers so configured can be cached.
+    """Raises ValueError unless the keys and values of layers with this configuration can be cached.
 
-    They can if the output of a row does not depend on the rows after it, nor on anything else in
-    the call.
+    They can be cached if a row's output depends neither on later rows nor on anything else in the
+    call.
 
     Args:
         config: the configuration of the layers.
@@ -77,25 +77,24 @@ class CachedPages(Protocol):
 
     @property
     def cached_lens(self) -> Tensor:
-        """int32 or int64 `(B,)` tokens of each user that stay as they are."""
+        """int32 or int64 `(B,)` cached tokens of each user that the step does not rewrite."""
 
     def paged_kv(self, layer: int) -> PagedKV:
-        """Returns the pages of a layer, which have room for what it writes."""
+        """Returns the pages of a layer, including pages for the rows to write."""
 
 
 class StepTensors(NamedTuple):
-    """`CachedPages` as tensors alone, all on one device.
-
-    They are for `torch.export`, or for a cache that is kept elsewhere.
+    """`CachedPages` as plain tensors on one device, for `torch.export` or for a cache of your own.
 
     Attributes:
         kv_caches: the caches of each layer `(num_pages, 2, page_size, heads, head_dim)`, as in
             `PagedKV`; or all in one tensor, as in `PagedKVCache`.
-        page_offsets: int32 or int64 `(B + 1,)`, as in `PagedKV`; pages for what is written, too.
+        page_offsets: int32 or int64 `(B + 1,)`, as in `PagedKV`, including pages for the rows to
+            write.
         page_ids: int32 or int64 `(page_offsets[-1],)`.
-        last_page_lens: int32 or int64 `(B,)`, with what is written.
-        cached_lens: int32 or int64 `(B,)` tokens of each user that stay as they are.
-        kv_scales: the scales of each layer, or of all in one tensor, as in `PagedKV`, where the
+        last_page_lens: int32 or int64 `(B,)`, counting the rows to write.
+        cached_lens: int32 or int64 `(B,)` cached tokens of each user that are not rewritten.
+        kv_scales: the scales of each layer, or of all layers in one tensor, as in `PagedKV`, if the
             caches are of float8_e4m3fn; else None.
     """
 
@@ -118,15 +117,14 @@ class CachedRows:
     """The rows that `HSTUStack.forward_cached` takes, with an open step of a cache.
 
     Sequence `b` of the batch owns rows `seq_offsets[b]` to `seq_offsets[b + 1]`: the tokens of its
-    user that the step writes, then targets, which are written nowhere. Nothing is copied to the
-    host.
+    user that the step writes, then targets, which are not cached. Nothing is copied to the host.
 
     Args:
         step: the open step, of the same users in the same order; or its tensors.
         seq_offsets: int32 or int64 `(batch + 1,)`, on the device of the cache.
-        max_seq_len: no sequence has more rows.
-        max_key_len: no sequence has more rows and cached tokens together.
-        num_targets: int32 or int64 `(batch,)`; None means that there are none.
+        max_seq_len: at least the number of rows of any sequence.
+        max_key_len: at least the number of rows and cached tokens together of any sequence.
+        num_targets: int32 or int64 `(batch,)`, the targets of each sequence; None means 0.
 
     Attributes:
         key_offsets: int64 `(batch + 1,)`, offsets of cached tokens and rows together.
@@ -167,5 +165,5 @@ class CachedRows:
         self.key_offsets = seq_offsets + F.pad(step.cached_lens.cumsum(0), (1, 0))
 
     def check(self, config: HSTULayerConfig) -> None:
-        """Raises ValueError where layers so configured cannot be cached: `check_cacheable`."""
+        """Raises ValueError if layers with this configuration cannot be cached."""
         check_cacheable(config, with_targets=self.num_targets is not None)

@@ -1,11 +1,11 @@
 """The arguments of the attention operator that all layers of a step share, in one object.
 
 `make_call` turns a mask, a batch's offsets and the options of `hstu_attention` into an
-`AttentionCall` once; `ops.attention` takes it for every layer, and the backward takes it again.
-What differs from layer to layer is passed separately: q, k, v, the tensors of a bias, and pages.
+`AttentionCall` once; `ops.attention` and its backward take it for every layer. The arguments that
+differ from layer to layer are passed separately: q, k, v, the tensors of a bias, and pages.
 
-What a mask or a bias means is checked here and in the classes of mask.py and bias.py. Shapes,
-dtypes, devices and values are checked by the operator alone, in csrc/api/arguments.cpp.
+This module and the classes of mask.py and bias.py check which options may be combined. Only the
+operator checks shapes, dtypes, devices and values, in csrc/api/arguments.cpp.
 """
 
 from __future__ import annotations
@@ -128,14 +128,14 @@ def make_call(
         times: `bias_times` of a bias; unlike its tables, all layers share them.
         strict: see `AttentionCall`.
         descales: `(q_descale, k_descale, v_descale)`.
-        may_keep_e4m3: whether the caller heeds `quantization.keep`.
+        may_keep_e4m3: whether the caller supports `quantization.keep="e4m3"`.
 
     The other arguments are those of `hstu_attention`.
 
     Raises:
-        ValueError: for a mask that is no `Mask`, a quantization that is no `Quantization` or given
-            beside `quant_mode`, or an `attn_scale` that requires a gradient.
-        NotImplementedError: for a `quantization.keep` that the caller does not have, or
+        ValueError: for a mask that is not a `Mask`, a quantization that is not a `Quantization` or
+            that is given together with `quant_mode`, or an `attn_scale` that requires a gradient.
+        NotImplementedError: for a `quantization.keep` that the caller does not support, or
             `quantization.backward="e4m3"` with lengths that kernels clamp (`strict=False`).
     """
     if mask is None:
@@ -160,7 +160,7 @@ def make_call(
     timestamps, row_timestamps, thresholds = times
     q_descale, k_descale, v_descale = descales
     window_left, window_right = mask.window_size
-    # NOTE: by position, which takes a third of the time that it takes by name.
+    # NOTE: positional arguments take a third of the time of keyword arguments.
     return AttentionCall(
         cu_seqlens_q,
         cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
@@ -195,7 +195,7 @@ def make_call(
 
 
 def mask_of(call: AttentionCall) -> Mask:
-    """Returns the mask of a call, whose tensors are those of the mask that it was made of."""
+    """Returns the mask from which a call was made, with the same tensors."""
     is_arbitrary = call.row_spans is not None or call.func is not None
     return Mask(
         (-1, -1) if is_arbitrary else (call.window_left, call.window_right),
@@ -228,7 +228,7 @@ def bias_tensors(bias: Bias | Tensor | None) -> BiasTensors:
     """Returns `(rab, pos_weight, ts_weight)` of a bias.
 
     Raises:
-        ValueError: for what is no bias.
+        ValueError: if `bias` is not a bias.
     """
     if bias is None:
         return NO_BIAS

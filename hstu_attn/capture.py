@@ -1,4 +1,4 @@
-"""CUDA graphs of calls and of training steps, whose kernels are then launched together."""
+"""CUDA graphs of calls and of training steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CapturedStep", "CudaCapture", "capture_on", "pad_offsets", "pad_rows
 
 Call = Callable[[], None]
 
-_WARM_UPS = 1  # by it kernels are loaded, which a capture must not do
+_WARM_UPS = 1  # loads the kernels, which a capture must not do
 _CAPTURING = threading.Lock()  # one capture at a time: each sets the GPU's random generator
 _SIZES_PER_OCTAVE = 4
 
@@ -30,7 +30,7 @@ _SIZES_PER_OCTAVE = 4
 
 
 def capture_on(device: torch.device, warm_ups: int = _WARM_UPS) -> Callable[[Call], Call]:
-    """Returns a function that captures a call: on a GPU in a graph, elsewhere the call itself."""
+    """Returns a function that captures a call in a CUDA graph; on a CPU it returns the call."""
     return CudaCapture(device, warm_ups) if device.type == "cuda" else lambda call: call
 
 
@@ -53,7 +53,7 @@ class CudaCapture:
         """Runs the call `warm_ups` times, and captures it.
 
         Raises:
-            RuntimeError: for what cannot be captured; what the call raises.
+            RuntimeError: if the call cannot be captured. Errors of the call are passed on.
         """
         graph = torch.cuda.CUDAGraph()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -62,9 +62,9 @@ class CudaCapture:
                 for _ in range(self._warm_ups):
                     call()
                 with _CAPTURING, _no_garbage_collection():
-                    # NOTE: torch.cuda.graph would wait for the whole GPU, collect garbage and free
-                    # cached memory, for which requests that are served meanwhile would wait.
-                    # Other threads may use the GPU for whatever cannot be captured.
+                    # NOTE: torch.cuda.graph would synchronize the GPU, collect garbage and empty
+                    # the memory cache, which would delay requests that are being served. Other
+                    # threads may do work on the GPU that cannot be captured.
                     graph.capture_begin(self._pool, capture_error_mode="thread_local")
                     try:
                         call()
@@ -84,7 +84,7 @@ class CudaCapture:
         memory that two streams have used, and ask the graph which stream it captures.
         """
         self._failed.append(graph)
-        with suppress(RuntimeError):  # the pool has ended: the call failed, and not the capture
+        with suppress(RuntimeError):  # if the call failed and not the capture, the pool has ended
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -112,8 +112,8 @@ class _Graph(Generic[AnyBatch]):
 
     Attributes:
         inputs: the batch that `replay` reads.
-        replay: makes a step.
-        output: holds the tensor that `replay` writes.
+        replay: runs a step.
+        output: the tensor that `replay` writes.
     """
 
     inputs: AnyBatch
@@ -122,20 +122,20 @@ class _Graph(Generic[AnyBatch]):
 
 
 class CapturedStep(Generic[AnyBatch]):
-    """Makes training steps by CUDA graphs, one for each shape of batch.
+    """Runs training steps as CUDA graphs, one for each shape of batch.
 
     A graph launches the kernels of a whole step at once, so that a small model does not wait for
-    the host. It reads its batch from tensors of its own, to which each batch is copied. The first
-    batch of a shape makes its step without a graph: kernels are compiled, and the optimizer makes
+    the host. It reads its batch from static tensors, to which each batch is copied. The step of the
+    first batch of a shape runs without a graph: kernels are compiled, and the optimizer allocates
     its state, which must be outside of the graph. The second batch of a shape captures the graph.
 
-    On a CPU there are no graphs, but the step runs on the tensors to which batches are copied.
+    On a CPU there are no graphs, but the step still runs on the static tensors.
 
     Args:
-        step: makes a step with a batch: forward, backward, and the update of the parameters. It
-            must not wait for the device, and what differs from step to step must be in tensors on
-            the device, as the learning rate of an optimizer with `capturable=True`.
-        device: where the batches are.
+        step: runs a step with a batch: forward, backward, and the update of the parameters. It must
+            not wait for the device, and values that change between steps must be in tensors on the
+            device, such as the learning rate of an optimizer with `capturable=True`.
+        device: the device of the batches.
 
     Example:
         >>> step = CapturedStep(make_step, device)
@@ -151,7 +151,7 @@ class CapturedStep(Generic[AnyBatch]):
         self._graphs: dict[tuple[Any, ...], _Graph[AnyBatch] | None] = {}
 
     def __call__(self, batch: AnyBatch) -> Tensor:
-        """Makes a step; returns what `step` returns, in a tensor that later steps leave alone.
+        """Runs a step; returns the result of `step`, in a tensor that later steps do not overwrite.
 
         Raises:
             RuntimeError: the step cannot be captured.
@@ -199,11 +199,11 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def padded_size(count: int, sizes_per_octave: int = _SIZES_PER_OCTAVE) -> int:
-    """Returns the next of few sizes, so that batches padded to them have few shapes.
+    """Rounds a size up to one of few sizes, so that padded batches have few shapes.
 
     Args:
         count: 0 or more.
-        sizes_per_octave: how many sizes there are between one power of two and the next.
+        sizes_per_octave: the number of sizes between one power of two and the next.
 
     Returns:
         At least `count`, and less than `count * (1 + 1 / sizes_per_octave) + 1`.

@@ -1,9 +1,9 @@
-"""FP8 attention in two steps: q, k and v are quantized, and attention is computed of their codes.
+"""FP8 attention in two steps: q, k and v are quantized, and attention is computed from the codes.
 
-`attention_keeping_e4m3` keeps the codes for its backward: `Quantization(keep="e4m3")`. That is the
-backward of the 16-bit kernels, of the values that the codes stand for. It widens them to 16 bits
-when it begins. The quantization itself counts as the identity: the gradients of a quantized value
-are those of the value.
+`attention_keeping_e4m3` saves the codes for its backward: `Quantization(keep="e4m3")`. The backward
+first dequantizes them to 16 bits, and then runs the 16-bit kernels. The gradient of the
+quantization is the straight-through estimator: the gradients of a quantized value are those of the
+value.
 
 `attention_of_silu` applies SiLU to q, k and v where it quantizes them, without gradients.
 """

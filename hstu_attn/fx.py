@@ -1,15 +1,15 @@
 """Public functions as leaves of `torch.fx.symbolic_trace`.
 
-A symbolic trace runs a model's Python code on proxies, which have no shape or dtype that checks
-could look at. So a public function that is given a proxy records the call of itself, as one
-`call_function` node with the arguments by name, and returns the proxy of the result:
+A symbolic trace runs a model's Python code on proxies, whose shapes and dtypes cannot be checked.
+So a public function that gets a proxy records its own call as one `call_function` node with keyword
+arguments, and returns the proxy of the result:
 
     if isinstance(q, Proxy):
         return record_call(hstu_attention, (q,), **locals())
 
-It does so wherever the caller has the name from, which `torch.fx.wrap` does for one module's names
-only, and for an eager call it costs one `isinstance`. `record_call` is the protocol for functions
-that are not torch's own: it passes the call to the proxy's `__torch_function__`.
+This works however the caller has imported the function, while `torch.fx.wrap` works for the names
+of one module only. An eager call costs one `isinstance`. `record_call` passes the call to the
+proxy's `__torch_function__`, the protocol for functions that are not torch's own.
 """
 
 import torch.fx

@@ -1,4 +1,4 @@
-"""The public functions: `hstu_attention`, and the two that FBGEMM's users know."""
+"""The public functions: `hstu_attention`, and two with the arguments of FBGEMM's package."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def hstu_attention(
     Sequence `b` owns rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q, and likewise of k and v.
     Its query rows are the last of its key positions, so fewer queries than keys ("delta q") means
     that the queries are the newest tokens. Rows outside every sequence, or past `seqused`, give 0
-    in the output and in every gradient, and what they hold does not matter.
+    in the output and in every gradient, whatever values they hold.
 
     Args:
         q: `(total_q, heads, D)`, bf16, fp16, fp32 or fp64; or float8_e4m3fn with descales, without
@@ -80,38 +80,38 @@ def hstu_attention(
         max_seqlen_k: at least the longest key sequence, and not below `max_seqlen_q`; None means
             `max_seqlen_q`.
         seqused_q: int32 or int64 `(batch,)`: valid query rows of each sequence; None means all.
-        seqused_k: the same for keys.
-        mask: what each row sees; None means everything in its sequence (`Mask.full()`).
+        seqused_k: int32 or int64 `(batch,)`: valid keys of each sequence; None means all.
+        mask: the keys that each row sees; None means all of its sequence (`Mask.full()`).
         bias: a `DenseBias`, or its tensor as such; a `RelativeBias`, computed in the kernel; or
             None. A bias tensor that requires a gradient gets one.
         alpha: factor of the biased scores, before silu. Any finite value.
         scaling_seqlen: `scale = 1 / scaling_seqlen`; -1 means `max_seqlen_q`.
         attn_scale: the scale itself instead: fp32, of one element or `(total_q,)`, one factor for
             each query row. It gets no gradient and must not require one.
-        paged_kv: a paged KV cache, for inference: see `PagedKV` for what q, k and v then hold.
+        paged_kv: a paged KV cache, for inference; `PagedKV` explains the q, k and v of such a call.
         quant_mode: -1, or a mode of FP8 attention from 0 to 5: `quantization=Quantization(mode)`.
-        deterministic: whether equal inputs must give bitwise equal gradients in every run. Also on
-            under `torch.use_deterministic_algorithms(True)`; always so on CPU.
+        deterministic: whether equal inputs must give bitwise equal gradients in every run.
+            `torch.use_deterministic_algorithms(True)` also turns it on; a CPU is always so.
         sm_margin: streaming multiprocessors to leave free on a GPU, for overlapping communication.
         quantization: how bf16 or fp16 q, k, v and the weights are quantized to e4m3 in the forward
-            (experimental); None means that they are not. The gradients are those of the inputs
-            without it, unless `Quantization.keep` or `backward` says otherwise. It needs a Hopper
-            GPU; on a CPU torch's functions compute it. With `paged_kv`, pages are of float8_e4m3fn,
-            and it is `Quantization(mode=1)`; on a GPU, there is no bias.
-        q_descale, k_descale, v_descale: what elements of float8_e4m3fn q, k and v are multiplied
-            by; with that dtype, all are needed. fp32, of shape `()` or `(1,)`, `(batch,)`,
+            (experimental); None means no quantization. The gradients are those without
+            quantization, unless `Quantization.keep` or `backward` says otherwise. It needs a Hopper
+            GPU; on a CPU torch's functions compute it. With `paged_kv`, pages must be of
+            float8_e4m3fn and `quantization=Quantization(mode=1)`; on a GPU, there is no bias.
+        q_descale, k_descale, v_descale: factors of the elements of float8_e4m3fn q, k and v, all
+            needed for that dtype. fp32, of shape `()` or `(1,)`, `(batch,)`,
             `(batch, heads)`, or `(heads, total // 128 + batch)`, where rows `128 * j` to
             `128 * j + 127` of sequence `b` have column `cu_seqlens[b] // 128 + b + j`; for q also
             `(heads, total_q)`.
 
     Returns:
-        `(total_q, heads, Dv)`, contiguous, of q's dtype; bf16 where that is float8_e4m3fn.
+        `(total_q, heads, Dv)`, contiguous, of q's dtype; bf16 if q is float8_e4m3fn.
 
     Raises:
         ValueError: for a wrong device, dtype, shape, stride, offset or combination of arguments; it
-            names the argument, what was expected and what came. Offsets, lengths and counts that
-            live on a GPU are clamped by the kernels and checked only with `HSTU_ATTN_CHECK=1`.
-        NotImplementedError: for what this build or this GPU has no kernel for.
+            names the argument, the expectation and the value. Offsets, lengths and counts on a GPU
+            are clamped by the kernels, and checked only with `HSTU_ATTN_CHECK=1`.
+        NotImplementedError: if this build or this GPU has no kernel for the arguments.
         ImportError: if the operator library has not been built.
 
     Example:
@@ -159,20 +159,21 @@ def clamped_attention(
     paged_kv: PagedKV | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """Calls `hstu_attention` for the functions that users of other libraries know.
+    """Calls `hstu_attention` for the functions with the arguments of other libraries.
 
-    It accepts on every device what those libraries' GPU kernels accept, and differs from
-    `hstu_attention` on a CPU, and with `HSTU_ATTN_CHECK=1`, where that raises for:
+    On every device it accepts the arguments that those libraries' GPU kernels accept. Here the
+    following do not raise, while in `hstu_attention` they raise on a CPU and with
+    `HSTU_ATTN_CHECK=1`:
 
-    * `num_targets` below 0 or beyond the length of a sequence, as a batch has them whose sequences
-      were emptied and whose counts were not: they are clamped to what the sequence can have;
+    * `num_targets` below 0 or beyond the length of a sequence, for example of a sequence that was
+      emptied without its count: the counts are clamped;
     * `num_contexts` below 0: it means 0;
-    * more queries than keys in a sequence: the rows in front, which stand before the first key,
-      see nothing and give 0. `max_seqlen_q` may then be above `max_seqlen_k`;
+    * more queries than keys in a sequence: the first rows, which are before the first key, see
+      nothing and give 0. `max_seqlen_q` may then be above `max_seqlen_k`;
     * `max_seqlen_k` below the longest key sequence, with a paged cache and no dense bias.
 
     Offsets that decrease or pass the end of a tensor, `seqused` beyond a sequence, `max_seqlen_q`
-    below the longest query sequence and pages that do not match the lengths raise here too.
+    below the longest query sequence and pages that do not match the lengths still raise.
 
     A q, k or v whose last dimension is not contiguous is copied.
 
@@ -218,15 +219,15 @@ def hstu_attn_varlen_func(
     func: Tensor | None = None,
     quant_mode: int | None = -1,
 ) -> Tensor:
-    """Calls `hstu_attention` by the name and argument order of FBGEMM's `hstu` package.
+    """Calls `hstu_attention` with the name and argument order of FBGEMM's `hstu` package.
 
     The formula is that of `hstu_attention`, after Zhai et al. 2024 (arXiv 2402.17152, section 3.2).
 
     Calls that FBGEMM's GPU kernels accept work on a CPU as well. A sequence may have more queries
-    than keys: its query row `r` stands at position `r + keys - queries`, and rows at negative
-    positions see nothing and give 0. Counts are clamped to what a sequence can have, so that an
-    emptied sequence may keep its old number of targets. Offsets that decrease or pass the end of a
-    tensor still raise on a CPU.
+    than keys: its query row `r` is at position `r + keys - queries`, and rows at negative positions
+    see nothing and give 0. Counts are clamped to the length of their sequence, so an emptied
+    sequence may keep its old number of targets. Offsets that decrease or pass the end of a tensor
+    still raise on a CPU.
 
     Args:
         q: `(total_q, heads, D)`. q, k and v may have any strides; one whose last dimension is not
@@ -242,9 +243,9 @@ def hstu_attn_varlen_func(
             be less.
         scaling_seqlen: the output is divided by this; -1 means `max_seqlen_q`.
         num_contexts: `(batch,)` contextual tokens of each sequence, or None. Less than 0 means 0.
-            With `func`, ignored.
+            Ignored with `func`.
         num_targets: `(batch,)` candidates of each sequence, or None; clamped to the number of its
-            keys, and with a paged cache also to that of its query rows. With `func`, ignored.
+            keys, and with a paged cache also to the number of its query rows. Ignored with `func`.
         target_group_size: candidates that see each other causally; None means 1.
         window_size: `(left, right)`; `(-1, -1)` is full and `(-1, 0)` causal. With `func`,
             `(-1, 0)` makes the visible set the intersection of `func` and causal.
@@ -253,8 +254,8 @@ def hstu_attn_varlen_func(
         has_drab: whether `rab` gets a gradient. Without it, none is computed even if `rab` requires
             one.
         kv_cache: `(num_pages, 2, page_size, heads, D)` paged keys and values, or None.
-        page_offsets: `(batch + 1,)` offsets into `page_ids`. These three may be buffers of a larger
-            batch: entries beyond those of this one are not read.
+        page_offsets: `(batch + 1,)` offsets into `page_ids`. `page_offsets`, `page_ids` and
+            `last_page_lens` may be larger buffers: entries beyond this batch are not read.
         page_ids: the pages of each sequence, in order.
         last_page_lens: `(batch,)` tokens in the last page of each sequence.
         func: int32 `(1 or heads, n, >= total_q)`, odd `n`: row `i` of the packed queries sees keys
@@ -266,9 +267,9 @@ def hstu_attn_varlen_func(
         `(total_q, heads, Dv)` of q's dtype.
 
     Raises:
-        ValueError: as for `hstu_attention`, except for what is clamped; and if `has_drab` is set
-            without `rab`.
-        NotImplementedError: for what this build or this GPU has no kernel for.
+        ValueError: as for `hstu_attention`, except for values that are clamped; and if `has_drab`
+            is set without `rab`.
+        NotImplementedError: if this build or this GPU has no kernel for the arguments.
     """
     if isinstance(q, Proxy):
         return record_call(hstu_attn_varlen_func, (q,), **locals())

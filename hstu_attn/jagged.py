@@ -6,14 +6,15 @@ position and time.
 A packed tensor is `values` `(total, ...)` with `offsets` `(batch + 1,)` int32 or int64:
 sequence `b` owns the rows `offsets[b] .. offsets[b + 1]`. `total` may be larger than the last
 offset; the rows past it belong to no sequence, so that a batch can be padded to a size that was
-compiled or captured. They are zeros in every result here and get no gradient, whatever they hold.
+compiled or captured. These rows are zeros in every result and get no gradient, whatever their
+values.
 
-Nothing is padded on the way and nothing is copied to the host: the sizes of all results follow from
-the sizes of the arguments, so that every function runs in a CUDA graph, in
-`torch.compile(fullgraph=True)` and in `torch.export`. All are differentiable in their floating
-arguments. What the host knows of the arguments (shapes, dtypes, devices) is checked; what offsets
-hold is not. Offsets that do not start at 0, decrease or exceed the rows give arbitrary rows, but
-nothing outside of a tensor is read.
+No function pads its tensors internally or copies to the host. The sizes of all results follow from
+the sizes of the arguments, so every function runs in a CUDA graph, in
+`torch.compile(fullgraph=True)` and in `torch.export`. All functions are differentiable in their
+floating-point arguments. Shapes, dtypes and devices are checked; the values of offsets are not.
+Offsets that do not start at 0, decrease or exceed the rows give arbitrary rows, but nothing outside
+of a tensor is read.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ __all__ = [
 
 
 def jagged_ids(offsets: Tensor, total: int) -> Tensor:
-    """Returns the number of the sequence of each packed row.
+    """Returns the index of the sequence of each packed row.
 
     Args:
         offsets: `(batch + 1,)` int32 or int64.
-        total: how many rows.
+        total: the number of rows.
 
     Returns:
         `(total,)` int64; `batch` for rows past the last offset, which belong to no sequence.
@@ -73,7 +74,7 @@ def jagged_positions(offsets: Tensor, total: int) -> Tensor:
 
     Args:
         offsets: `(batch + 1,)` int32 or int64.
-        total: how many rows.
+        total: the number of rows.
 
     Returns:
         `(total,)` int64; 0 for rows past the last offset.
@@ -96,19 +97,18 @@ def jagged_positions(offsets: Tensor, total: int) -> Tensor:
 def concat_jagged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Joins the sequences of several packed tensors, for example contexts, history and targets.
 
-    Sequence `b` of the result is sequence `b` of the first part, then that of the second, and so
-    on.
+    Sequence `b` of the result is sequence `b` of the first part, then of the second, and so on.
 
     Args:
-        parts: `(values, offsets)` of each part, `values` `(total_i, ...)` of one dtype and
-            with the same sizes behind the first, `offsets` `(batch + 1,)` int32 or int64.
+        parts: `(values, offsets)` of each part: `values` `(total_i, ...)` of one dtype, with equal
+            sizes except for the first dimension, and `offsets` `(batch + 1,)` int32 or int64.
 
     Returns:
-        `values` `(sum of total_i, ...)`, and `offsets` `(batch + 1,)`, the sum of those of
-        the parts.
+        `values` `(sum of total_i, ...)`, and `offsets` `(batch + 1,)`, the sum of the parts'
+        offsets.
 
     Raises:
-        ValueError: for no part, or parts that do not fit each other in shape, dtype or device.
+        ValueError: for an empty `parts`, or parts that differ in shape, dtype or device.
     """
     if len(parts) and isinstance(parts[0][0], Proxy):
         return record_call(concat_jagged, (parts[0][0],), **locals())
@@ -129,14 +129,14 @@ def concat_jagged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tenso
 def split_jagged(
     values: Tensor, parts_offsets: Sequence[Tensor], totals: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Takes apart what `concat_jagged` joined.
+    """Splits each sequence into its parts; inverts `concat_jagged`.
 
     Args:
-        values: `(total, ...)`, of each sequence the rows of the first part, then those of the
-            second, and so on.
+        values: `(total, ...)`, for each sequence the rows of the first part, then of the second,
+            and so on.
         parts_offsets: the offsets of each part `(batch + 1,)` int32 or int64.
-        totals: how many rows each result has. None is `total` for each: only the device knows
-            how many belong to a part, and it may be all.
+        totals: the number of rows of each result. None is `total` for each, because the host does
+            not know how many rows belong to a part.
 
     Returns:
         For each part `(total_i, ...)`; rows past the last offset of the part are zeros.
@@ -157,12 +157,12 @@ def split_jagged(
 class JaggedParts:
     """Joins and splits several tensors whose sequences have the same parts.
 
-    It finds the places of the rows once, where `concat_jagged` and `split_jagged` find them in each
-    call. It cannot be made in a `torch.fx.symbolic_trace`.
+    It computes the row indices once, while `concat_jagged` and `split_jagged` compute them in each
+    call. It cannot be constructed in a `torch.fx.symbolic_trace`.
 
     Args:
         parts_offsets: the offsets of each part, `(batch + 1,)` int32 or int64.
-        totals: how many rows each part has.
+        totals: the number of rows of each part.
 
     Raises:
         ValueError: for no part, offsets that do not fit each other in shape, dtype or device, or
@@ -192,7 +192,7 @@ class JaggedParts:
 
     @property
     def offsets(self) -> Tensor:
-        """Offsets `(batch + 1,)` of the joined sequences, the sum of those of the parts."""
+        """Offsets `(batch + 1,)` of the joined sequences, the sum of the parts' offsets."""
         offsets = self._parts_offsets[0]
         for others in self._parts_offsets[1:]:
             offsets = offsets + others
@@ -256,9 +256,9 @@ class JaggedParts:
 
 
 def interleave_jagged(items: Tensor, actions: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes two rows of each event, its item and then its action.
+    """Makes two rows for each event, its item and then its action.
 
-    This is the input of "Actions Speak Louder than Words" (arXiv 2402.17152, section 2.2).
+    This is the input format of "Actions Speak Louder than Words" (arXiv 2402.17152, section 2.2).
 
     Args:
         items: `(total, ...)`, a row for each event.
@@ -281,10 +281,10 @@ def interleave_jagged(items: Tensor, actions: Tensor, offsets: Tensor) -> tuple[
 
 
 def deinterleave_jagged(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes apart what `interleave_jagged` put together.
+    """Separates items and actions; inverts `interleave_jagged`.
 
     Args:
-        values: `(2 * total, ...)`, item and action rows by turns.
+        values: `(2 * total, ...)`, item and action rows alternating.
         offsets: `(batch + 1,)` int32 or int64, in rows; all even.
 
     Returns:
@@ -309,8 +309,8 @@ def deinterleave_jagged(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor
 # Padded batches
 # ---------------------------------------------------------------------------------------------
 
-# NOTE: FBGEMM's kernels have no fp64 on the CPU, and take a padding as a floating number. Those for
-# GPUs have not been compared with what is promised here.
+# NOTE: FBGEMM's CPU kernels have no fp64, and take the padding as a floating-point number. Its GPU
+# kernels are not used, because they have not been tested against this module's guarantees.
 _FBGEMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FBGEMM_DEVICES = ("cpu",)
 
@@ -333,12 +333,11 @@ def dense_to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
 
     Args:
         dense: `(batch, max_len, ...)`.
-        offsets: `(batch + 1,)` int32 or int64: where the rows go.
+        offsets: `(batch + 1,)` int32 or int64, the offsets of the sequences in the result.
         total: rows of the result.
 
     Returns:
-        `(total, ...)`; the part past the last offset, or past `max_len` in its sequence, is
-        zeros.
+        `(total, ...)`; rows past the last offset, or past `max_len` in a sequence, are zeros.
 
     Raises:
         ValueError: for arguments that do not fit each other in shape, dtype or device, or a
@@ -367,8 +366,8 @@ def jagged_to_dense(values: Tensor, offsets: Tensor, max_len: int, fill: float =
     Args:
         values: `(total, ...)`.
         offsets: `(batch + 1,)` int32 or int64.
-        max_len: rows of each sequence in the result; what is longer is cut at its end.
-        fill: the padding after shorter sequences, a number that the dtype of `values` has.
+        max_len: rows of each sequence in the result; longer sequences are cut at the end.
+        fill: the padding after shorter sequences, representable in the dtype of `values`.
 
     Returns:
         `(batch, max_len, ...)`.
@@ -421,9 +420,9 @@ def add_position_time_embeddings(
 
     The result is `x * scale + (position_table[p] + time_table[t])`.
 
-    The numbers are those of Meta's public generative-recommenders, `ops/position.py`:
+    It computes the functions of `ops/position.py` in Meta's public generative-recommenders:
     `add_timestamp_positional_embeddings` with `count_from="end"` and `time_bucket_width=60`,
-    and `add_positional_embeddings` with `count_from="start"` and no time table. The model there
+    and `add_positional_embeddings` with `count_from="start"` and no time table. Meta's model
     has `scale = sqrt(width)`. With `n` the rows of a sequence before its targets and `i` the
     position of a row,
 
@@ -432,20 +431,20 @@ def add_position_time_embeddings(
         p = min(i, n)                               counted from the start
         t = floor(f(max(query time - timestamp, 1e-6) / time_bucket_width)), at least 0,
 
-    and beyond a table its last entry. So all targets of a sequence have one position. `t` is
-    computed in fp32, as there.
+    and indices beyond a table use its last entry. So all targets of a sequence have the same
+    position. `t` is computed in fp32, as in Meta's code.
 
     Args:
         x: `(total, width)`, floating.
         offsets: `(batch + 1,)` int32 or int64.
         position_table: `(positions, width)`, floating.
         time_table: `(buckets, width)`, floating; None adds no embedding of time.
-        timestamps: `(total,)` int64, the time of each row; given exactly with `time_table`.
+        timestamps: `(total,)` int64, the time of each row; required with `time_table`, else None.
         query_timestamps: `(batch,)` int64, the time from which ages count; None is the time of
             the last row of each sequence.
-        num_targets: `(batch,)` int32 or int64, the rows at the end of each sequence that are
-            targets, two for each where they are interleaved with actions; None gives every row a
-            position of its own.
+        num_targets: `(batch,)` int32 or int64, the number of target rows at the end of each
+            sequence, two per target if targets are interleaved with actions; None is 0, so that
+            every row has its own position.
         contextual_seq_len: this many rows at the start of every sequence are context. With
             `count_from="end"` they use the first entries of the table, which no other row uses. It
             must be 0 with `count_from="start"`.
@@ -456,12 +455,11 @@ def add_position_time_embeddings(
         scale: factor on `x`.
 
     Returns:
-        `(total, width)` in the dtype of `x`; the sum of both embeddings is rounded to it first.
+        `(total, width)` in the dtype of `x`, to which the sum of both embeddings is rounded first.
 
     Raises:
         ValueError: for arguments that do not fit each other in shape, dtype or device, an empty
-            table, a time table without timestamps or the reverse, and a number or word other than
-            those above.
+            table, a time table without timestamps or the reverse, and an option out of range.
     """
     if isinstance(x, Proxy):
         return record_call(add_position_time_embeddings, (x,), **locals())
@@ -554,11 +552,10 @@ def _sources(ends: Tensor, shifts: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 def _take(values: Tensor, rows: Tensor, held: Tensor, fill: float = 0) -> Tensor:
     """Returns `values[rows]` where `held`, and `fill` elsewhere."""
-    if values.shape[0] == 0:  # a row to read, though none is held
+    if values.shape[0] == 0:  # indexing needs a row, even if no row is held
         values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-    # NOTE: the remainder is in bounds for any offsets. If rows were clamped, all that are not held
-    # would be the same row, and the atomic additions to its gradient on a GPU would wait for one
-    # another.
+    # NOTE: the remainder is in bounds for any offsets. Clamping would map all rows that are not
+    # held to the same row, and on a GPU the atomic additions to its gradient would be serialized.
     rows = rows.remainder(values.shape[0])
     return values.index_select(0, rows).masked_fill(~_like_rows(held, values), fill)
 

@@ -10,9 +10,9 @@ for Generative Recommendations" (arXiv 2402.17152, section 3). For the rows `x` 
 
 `norm` is a layer norm or RMSNorm.
 
-Two public implementations of it differ in details. Every such detail is a field of
-`HSTULayerConfig`; `HSTULayerConfig.research` and `HSTULayerConfig.stu` set them
-as the paper's experiments and as the production-style `STULayer` do.
+Two public implementations of the unit differ in details. Every such detail is a field of
+`HSTULayerConfig`; `HSTULayerConfig.research` sets the fields as in the paper's experiments, and
+`HSTULayerConfig.stu` as in the production-style `STULayer`.
 
 Sequences are packed: `x` is `(total, embedding_dim)`, and sequence `b` owns the rows
 `seq_offsets[b] .. seq_offsets[b + 1]`. There is no padding and nothing is copied to the host.
@@ -56,11 +56,11 @@ class ContextBatch(Protocol):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: BiasTensors
     ) -> Tensor:
-        """Computes `ops.attention` of the whole sequences, whose call this is, for local rows."""
+        """Computes `ops.attention` for the local rows; `call` is that of the whole sequences."""
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm with the `bias` that the other norms have, which is None."""
+    """torch's RMSNorm with an attribute `bias`, which is None, as other norms have one."""
 
     bias: None = None
 
@@ -72,9 +72,10 @@ class HSTULayer(nn.Module):
     """One sequential transduction unit (arXiv 2402.17152, section 3) over packed sequences.
 
     The computation runs in the dtype of `x`; parameters are cast to it where they are used. So
-    fp32 parameters with bf16 inputs train with fp32 master weights. `config.fused`
-    says whether the layer is one autograd function or composed of torch's; a fused one keeps less
-    for the backward, its norms read fp32 weights as they are, and autocast changes nothing in it.
+    fp32 parameters with bf16 inputs train with fp32 master weights. `config.fused` says whether
+    the layer is one autograd function or composed of torch's functions. A fused layer saves fewer
+    tensors for the backward, its norms read fp32 weights without a cast, and autocast has no effect
+    on it.
 
     Args:
         config: the widths and options.
@@ -150,8 +151,8 @@ class HSTULayer(nn.Module):
     def reset_parameters(self) -> None:
         """Draws new parameters.
 
-        Linears are Xavier uniform with zero biases, but the first has what `linear_init_std` says;
-        bias tables have standard deviation 0.02, and norms are the identity.
+        Linears are Xavier uniform with zero biases, except that `linear_init_std` may change the
+        first one; bias tables are normal with standard deviation 0.02, and norms are the identity.
         """
         self.input_norm.reset_parameters()
         self.output_norm.reset_parameters()
@@ -182,20 +183,19 @@ class HSTULayer(nn.Module):
         Args:
             x: `(total, embedding_dim)`, floating.
             seq_offsets: `(batch + 1,)` int32 or int64, on the device of `x`.
-            max_seq_len: no sequence is longer.
+            max_seq_len: at least the length of the longest sequence.
             num_targets: `(batch,)` integers, the candidates at the end of each sequence.
             num_contexts: `(batch,)` integers, the contextual rows at the start of each sequence;
-                None is `config.contextual_seq_len` in all.
+                None is `config.contextual_seq_len` for every sequence.
             timestamps: `(total,)` int64 event times in seconds, for the relative bias; None
-                leaves elapsed time out of it.
-            row_timestamps: `(total,)` int64, the time at which each row is asked to predict;
-                None is the time of the next event in its sequence.
+                leaves elapsed time out of the bias.
+            row_timestamps: `(total,)` int64, the time at which each row predicts; None is the time
+                of the next event in its sequence.
             context: how the rows of the batch are distributed over the ranks of a group that shares
-                its sequences. Then `x` and the result are this rank's rows, and the other arguments
-                those of the whole sequences.
-            call: what `attention_call` makes of the arguments from `seq_offsets` to
-                `row_timestamps`, for a stack that makes it once for all of its layers; those are
-                not read with it.
+                its sequences. With it, `x` and the result are this rank's rows, and the other
+                arguments describe the whole sequences.
+            call: the result of `attention_call` for the arguments from `seq_offsets` to
+                `row_timestamps`, which are then not read; a stack makes it once for all layers.
 
         Returns:
             `(total, embedding_dim)` in the dtype of `x`.
@@ -242,19 +242,19 @@ class HSTULayer(nn.Module):
         It writes the keys and values of the new history to the cache. It is for inference: there
         are no gradients.
 
-        The result is that of the same rows in `forward` of the whole sequences, if what is
-        cached came from the same model. A row's output depends on its row time, which is by default
-        the time of the next event: write a row again (`rewritten` of the cache's step) where that
-        has changed.
+        If the cached keys and values are the same model's, the result equals that of `forward` on
+        the whole sequences for these rows. A row's output depends on its row time, by default the
+        time of the next event: where that has changed, write the row again (`rewritten` of the
+        cache's step).
 
         Args:
-            x: `(total, embedding_dim)`, of each sequence the rows to write, then the targets; in
+            x: `(total, embedding_dim)`, for each sequence the rows to write, then the targets; in
                 the dtype of the cache, or any dtype with a float8_e4m3fn cache.
-            rows: where these rows are, and the open step of the cache.
-            layer: the number of this layer in the cache, from 0.
+            rows: the places of these rows, and the open step of the cache.
+            layer: the index of this layer in the cache, from 0.
             timestamps: `(total_k,)` int64 event times of cached and given rows together.
             row_timestamps: `(total,)` int64, as in `forward`.
-            call: what `cached_call` makes of the rows and times, as in `forward`.
+            call: the result of `cached_call` for the rows and times; made once per stack.
 
         Returns:
             `(total, embedding_dim)` in the dtype of `x`.
@@ -280,7 +280,7 @@ class HSTULayer(nn.Module):
             )
             return ops.attention(q, k, v, call, bias, pages.arguments)
 
-        # The compiler fuses torch's functions, and sees no steps of an operator here.
+        # Under torch.compile the layer is composed: the compiler fuses torch's functions itself.
         if self._is_fused(x) and not fused.is_traced(x):
             return fused.infer(x, self._weights(), self._seed(x), self._settings(), attend)
         return hstu_unit(x, self._steps(), attend)
@@ -314,7 +314,7 @@ class HSTULayer(nn.Module):
         )
 
     def _seed(self, x: Tensor) -> Tensor | None:
-        """Draws the seed of a fused layer's dropout on the device, by torch's generator."""
+        """Draws the seed of a fused layer's dropout on the device, with torch's generator."""
         if not self.training or self.config.output_dropout_ratio == 0:
             return None
         return torch.randint(2**63 - 1, (1,), device=x.device)
@@ -343,7 +343,7 @@ class HSTULayer(nn.Module):
         return ComposedSteps(self.config, self._weights(), self.training)
 
     def _bias(self, with_times: bool) -> BiasTensors:
-        """Makes the bias of the tables; the time table is used only in calls with times."""
+        """Returns the tensors of the relative bias, with the time table if `with_times`."""
         if self.position_weight is None:
             return NO_BIAS
         return None, self.position_weight, self.time_weight if with_times else None
@@ -458,11 +458,11 @@ def _times(
 
 
 class HSTUStack(nn.Module):
-    """`num_layers` layers of one configuration, each reading the output of the one before.
+    """A sequence of `num_layers` layers with the same configuration.
 
     Args:
         config: the configuration of every layer.
-        num_layers: how many.
+        num_layers: the number of layers.
         device: where the parameters are made.
         dtype: floating dtype of the parameters.
     """
@@ -526,7 +526,7 @@ class PositionalEmbedding(nn.Module):
     The result is `dropout(x * sqrt(embedding_dim) + position[i])`.
 
     Args:
-        max_seq_len: how many positions are learned; no sequence is longer.
+        max_seq_len: the number of learned positions, and the length of the longest sequence.
         embedding_dim: width of a row.
         dropout_ratio: dropout on the sum.
     """

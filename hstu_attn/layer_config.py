@@ -1,4 +1,4 @@
-"""The configuration of an HSTU layer: every detail in which public implementations differ."""
+"""The configuration of an HSTU layer, with the details in which public implementations differ."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LinearActivation = Literal["silu", "silu_u", "none"]
 class FP8:
     """The choice of the parts of a layer that are computed in FP8. Experimental.
 
-    The parameters are the same, and fp32 ones are master weights. Gradients are straight through
-    the quantization.
+    FP8 changes no parameters; fp32 parameters are master weights. Gradients use the
+    straight-through estimator for the quantization.
 
     Attributes:
         attention: how attention quantizes q, k and v in the forward; None computes it in 16 bits.
-        linears: whether the two linears, and the gradients of what they read, are products of e4m3
-            with a scale for each row of both factors. Gradients of their weights are bf16 products.
-            It needs bf16 `x`, and on a GPU compute capability 8.9 or later.
+        linears: whether the two linears, and the gradients of their inputs, are matrix products in
+            e4m3 with a scale for each row of both factors. Gradients of their weights are bf16
+            products. It needs bf16 `x`, and on a GPU compute capability 8.9 or later.
     """
 
     attention: Quantization | None = field(default_factory=Quantization)
@@ -58,20 +58,20 @@ class HSTULayerConfig:
     The linear to u, v, q, k:
         linear_bias: whether it has a bias.
         linear_activation: `"silu"` on all four, `"silu_u"` on u alone, or `"none"`.
-        linear_init_std: standard deviation of its initial weights, which are normal; None draws
-            them Xavier uniform.
+        linear_init_std: standard deviation of its initial normal weights; None is Xavier uniform.
 
     Attention:
         attn_alpha: factor on the scores; None is `1 / sqrt(attention_dim)`.
-        scaling_seqlen: the attention weights are divided by it; -1 is the call's `max_seq_len`.
-        causal: each row sees itself and what came before it.
+        scaling_seqlen: the divisor of the attention weights; -1 is the call's `max_seq_len`.
+        causal: whether each row sees only itself and earlier rows.
         target_aware: the last `num_targets` rows are candidates that do not see each other;
             False ignores `num_targets`.
         target_group_size: candidates of a group of this size see each other causally.
         max_attn_len: how far back a row sees; 0 is no limit.
-        min_full_attn_seq_len: this many history rows at the end see without that limit.
-        contextual_seq_len: this many rows at the start of every sequence are context, seen by all
-            rows and seeing all history. A call may give `num_contexts` per sequence instead.
+        min_full_attn_seq_len: the number of last history rows to which `max_attn_len` does not
+            apply.
+        contextual_seq_len: the number of context rows at the start of every sequence; all rows see
+            them, and they see all history. A call may give `num_contexts` per sequence instead.
 
     Relative attention bias, learned:
         enable_relative_attention_bias: adds a bias by distance and, when a call gives
@@ -95,31 +95,31 @@ class HSTULayerConfig:
 
     Output:
         concat_u: the output linear also reads u.
-        concat_x: the output linear also reads the attention output as it was before the norm.
+        concat_x: the output linear also reads the attention output before the norm.
         concat_ua: the output linear also reads u and the attention output after the norm.
         output_dropout_ratio: dropout before the output linear (`linear_dropout_rate` elsewhere).
         output_bias: whether the output linear has a bias.
 
     FP8, experimental:
-        fp8: what is computed in FP8, an `FP8` or what `dataclasses.asdict` makes of it; None is
-            nothing. The state is the same, so a layer may be trained with it and served without it:
+        fp8: the parts to compute in FP8, an `FP8` or its `dataclasses.asdict`; None is none. The
+            state dict is the same, so a layer may be trained in FP8 and served without it:
             `dataclasses.replace(config, fp8=None)`.
 
     How it is computed. These fields change results by rounding at most. The `recompute` fields do
     not change a bit where the device runs the layer's steps in plain torch. Below, `c` is the
     number of bytes of an element of `x`.
-        fused: True runs the layer as one autograd function, with kernels of its own between the
+        fused: True runs the layer as one autograd function, with custom kernels between the
             matrix products on GPUs; False composes it of torch's functions. None fuses it where
-            `x` is bf16 or fp16 on a GPU and Triton is installed, but for autocast and
+            `x` is bf16 or fp16 on a GPU and Triton is installed, but not under autocast or
             `torch.export`. Layers that share sequences or heads with other ranks are composed.
-        recompute_norm: a fused layer keeps the normalized `x` no longer than the forward, which
-            saves `c * embedding_dim` bytes a row.
-        recompute_linear: it does not keep the first linear's output, which saves
-            `c * sum(split_sizes)` bytes a row for a second product of that size.
-        recompute_silu: it does not keep SiLU of v, q and k, which saves
+        recompute_norm: a fused layer recomputes the normalized `x` in the backward, which saves
+            `c * embedding_dim` bytes a row.
+        recompute_linear: a fused layer recomputes the first linear's output, which saves
+            `c * sum(split_sizes)` bytes a row at the cost of a second matrix product.
+        recompute_silu: a fused layer recomputes SiLU of v, q and k, which saves
             `c * sum(split_sizes[1:])` bytes a row with `linear_activation="silu"`. With FP8
-            attention it never does. SiLU of u is always recomputed.
-        recompute_gate: it does not keep what the output linear reads, which saves
+            attention it is always recomputed. SiLU of u is always recomputed.
+        recompute_gate: a fused layer recomputes the input of the output linear, which saves
             `c * output_features` bytes a row.
     """
 
@@ -244,17 +244,17 @@ class HSTULayerConfig:
 
     @property
     def quantization(self) -> Quantization | None:
-        """Returns how attention quantizes q, k and v; None means that it does not."""
+        """Returns how attention quantizes q, k and v; None means no quantization."""
         return None if self.fp8 is None else self.fp8.attention
 
     @property
     def has_fp8_linears(self) -> bool:
-        """Returns whether the linears are products of e4m3."""
+        """Returns whether the linears are matrix products in e4m3."""
         return self.fp8 is not None and self.fp8.linears
 
     @property
     def alpha(self) -> float:
-        """The factor on the scores that is in force."""
+        """The factor on the scores: `attn_alpha` or its default."""
         return 1 / math.sqrt(self.attention_dim) if self.attn_alpha is None else self.attn_alpha
 
     @property
@@ -279,7 +279,7 @@ class HSTULayerConfig:
 
     @property
     def output_features(self) -> int:
-        """Columns that the output linear reads."""
+        """The number of columns that the output linear reads."""
         return len(self.output_parts) * self.num_heads * self.hidden_dim
 
     @classmethod
@@ -344,9 +344,9 @@ class HSTULayerConfig:
         It has SiLU on u alone and scores over sqrt(attention_dim); the output linear has no bias
         and also reads u and the raw attention output.
 
-        `linear_bias=False` is what the functions under that layer compute for `uvqk_bias=None`.
-        `"rms_norm"` is that library's `RMSNorm`, whose own default of `eps` is 1e-5; both norms
-        here have the layer's 1e-6, unless `dataclasses.replace` sets another `norm_eps`.
+        `linear_bias=False` corresponds to `uvqk_bias=None` in the functions that `STULayer` calls.
+        `"rms_norm"` is the `RMSNorm` of that library, whose default `eps` is 1e-5; both norms here
+        use the layer's 1e-6, unless `dataclasses.replace` sets another `norm_eps`.
         """
         return cls(
             embedding_dim=embedding_dim,

@@ -2,12 +2,12 @@
 
 Every mask is, for each query row, a union of half-open key intervals; all but `func` with five or
 more bounds need at most two, `[a0, a1) U [b0, b1)`, called a *row span*. This module is the Python
-definition; `csrc/common/mask.h` is the same definition for the kernels, and the tests hold the two
-equal. No other Python module compares a row with a column.
+definition of the masks; `csrc/common/mask.h` is the same definition for the kernels, and the tests
+compare the two. No other Python module compares a row with a column.
 
-Notation, for one sequence: `q_len` query rows are the last of `k_len` positions, so row `r` sits at
-position `i = r + k_len - q_len`. Of the positions, the first `c` are contextual, the last `T` are
-targets (candidates), and `h = k_len - T` is the first target.
+Notation, for one sequence: `q_len` query rows are the last of `k_len` positions, so row `r` is at
+position `i = r + k_len - q_len`. The first `c` positions are contextual, the last `T` are targets
+(candidates), and `h = k_len - T` is the first target.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Mask:
         num_contexts: int32 or int64 `(batch,)`: contextual tokens, first in each sequence. They see
             everything before the targets. Needs a window `(-1, 0)` or `(left, 0)`.
         num_targets: int32 or int64 `(batch,)`: candidates, last in each sequence. A candidate sees
-            what comes before the targets and, causally, its own group. The window is as above.
+            everything before the targets and, causally, its own group. Needs the same windows as
+            `num_contexts`.
         target_group_size: candidates that see each other causally; at least 1.
         min_full_attn_seq_len: with a window `(left, 0)`, this many positions before the
             targets, and the targets, attend as if there were no window. 0 turns it off.
@@ -60,10 +61,10 @@ class Mask:
             row, which sees `[a0, a1) U [b0, b1)`. Excludes every other field.
         func: int32 `(1 or heads, n, >= total_q)` with odd `n`: each query row sees
             `[0, F0) U [F1, F2) U ...`, as FBGEMM defines it. Excludes every other field.
-        func_causal: with `func`: intersect what it gives with the causal mask.
+        func_causal: whether `func` is intersected with the causal mask.
 
     Raises:
-        ValueError: for a combination that has no meaning. The call checks shapes and dtypes.
+        ValueError: for fields that exclude each other. The call checks shapes and dtypes.
     """
 
     window_size: tuple[int, int] = (-1, -1)
@@ -170,8 +171,8 @@ class Mask:
     ) -> Mask:
         """Makes the causal mask within two windows.
 
-        Row `i` sees the keys `i - left` to `i`, and of the keys before these the first `prefix` of
-        its sequence.
+        Row `i` sees the keys `i - left` to `i`, and of the earlier keys the first `prefix` of its
+        sequence.
 
         This is the semi-local attention of ULTRA-HSTU (Ding et al. 2026, arXiv 2602.16986, section
         4.2.1), whose local window K1 is `left` and whose global window K2 is `prefix`. K1 counts
@@ -179,11 +180,11 @@ class Mask:
         `left = sla_k1 - 1`. A mask in which the last rows alone see beyond the window is
         `Mask.local` with `min_full_attn_seq_len`.
 
-        That definition is of a history. Contextual and candidate tokens have the rules of the other
-        masks, as far as two intervals can express them: a candidate sees the whole history,
-        whatever the windows are, and causally its own group. A contextual token sees everything
-        before the targets. Other rows see all contextual tokens if `prefix` is at least their
-        number, or where their local window reaches into them.
+        That definition covers a history only. Contextual and candidate tokens follow the rules of
+        the other masks, as far as two intervals can express them: a candidate sees the whole
+        history, whatever the windows are, and causally its own group. A contextual token sees
+        everything before the targets. Other rows see all contextual tokens if `prefix` is at least
+        their number, or where their local window reaches into them.
 
         The result is a mask of row spans on the device of `cu_seqlens_q`. Nothing is copied to the
         host, and one mask serves all layers and calls with the same offsets.
@@ -192,9 +193,9 @@ class Mask:
             left: keys before the row in the local window, 0 or more.
             prefix: keys at the start of a sequence in the global window, 0 or more.
             cu_seqlens_q: int32 or int64 `(batch + 1,)` query offsets.
-            total_q: rows of q. Those past the last offset see nothing.
-            cu_seqlens_k: `(batch + 1,)` key offsets; None means those of the queries. The queries
-                are the last positions of a sequence.
+            total_q: rows of q. Rows past the last offset see nothing.
+            cu_seqlens_k: `(batch + 1,)` key offsets; None means `cu_seqlens_q`. The queries are the
+                last positions of a sequence.
             num_contexts, num_targets, target_group_size: as in `Mask`.
 
         Raises:
@@ -340,7 +341,7 @@ def row_intervals(
     """Returns the key intervals that each query row of one sequence sees.
 
     Args:
-        mask: the mask; of its `num_contexts` and `num_targets` only the two arguments below count.
+        mask: the mask; its `num_contexts` and `num_targets` are replaced by the arguments below.
         q_len: query rows of the sequence.
         k_len: keys of the sequence.
         num_contexts: contextual tokens of the sequence, 0 if `mask` has none.
@@ -382,7 +383,7 @@ def packed_intervals(
         packed_row: where the rows are in the packed queries, and in `row_spans` or `func`.
         row: the rows within their sequences; one at or past `q_len` sees nothing.
         q_len, k_len: query rows and keys of the rows' sequences.
-        contexts, targets: their contextual tokens and candidates.
+        contexts, targets: contextual tokens and candidates of the rows' sequences.
         head: as for `row_intervals`.
     """
     if not mask.is_arbitrary:
@@ -393,14 +394,14 @@ def packed_intervals(
 
 
 def key_range(mask: Mask, first: int, end: int) -> tuple[int, int | None]:
-    """Returns a range of positions that holds every key which the rows of a range of positions see.
+    """Returns a range of positions with all keys that rows `[first, end)` see.
 
     Args:
         mask: the mask of a batch.
         first, end: positions `[first, end)` of rows, in any sequence.
 
     Returns:
-        the first position, 0 or more, and the one past the last, None for that of the sequence.
+        the first position, 0 or more, and the end of the range; None is the end of the sequence.
     """
     left, right = (-1, 0 if mask.func_causal else -1) if mask.is_arbitrary else mask.window_size
     sees_all = (mask.num_contexts, mask.num_targets) != (None, None) or mask.min_full_attn_seq_len
@@ -409,7 +410,7 @@ def key_range(mask: Mask, first: int, end: int) -> tuple[int, int | None]:
 
 
 def mask_heads(mask: Mask) -> int:
-    """Returns how many heads have a mask of their own: 1 if all heads share it."""
+    """Returns the number of masks along the heads: 1 if all heads share one."""
     if mask.row_spans is not None and mask.row_spans.dim() == 3:
         return mask.row_spans.shape[0]
     return 1 if mask.func is None else mask.func.shape[0]
@@ -482,8 +483,8 @@ def batch_row_spans(
 ) -> Tensor:
     """Returns row spans of a packed batch, int32 `(total_q, 4)`, without a loop over the sequences.
 
-    Rows of no sequence, and rows at or past `seqused_q`, see nothing. Keys are numbered within
-    their sequence.
+    Rows outside every sequence, and rows at or past `seqused_q`, see nothing. Keys are numbered
+    within their sequence.
 
     Args:
         mask: the mask of the batch.
@@ -509,7 +510,7 @@ def batch_row_spans(
     inside = (sequence >= 0) & (sequence < batch)
     sequence = sequence.clamp(0, batch - 1)
     row = packed_row - starts_q[sequence]
-    # A row of no sequence gets the length 0, so that it is past the end.
+    # A row outside every sequence gets length 0, so that it is past the end.
     q_len = torch.where(inside, lengths_q[sequence], 0)
     k_len = lengths_k[sequence]
     zeros = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -535,7 +536,7 @@ def _used_lengths(starts: Tensor, seqused: Tensor | None) -> Tensor:
 
 
 def select_rows(mask: Mask, seq_offsets: Tensor, rows: Tensor, total_q: int) -> Mask:
-    """Returns what some rows of a packed batch see, as an arbitrary mask of their sequences' keys.
+    """Returns the mask of some rows of a packed batch, as an arbitrary mask.
 
     Args:
         mask: the mask of a batch that has as many queries as keys in each sequence.
@@ -544,8 +545,8 @@ def select_rows(mask: Mask, seq_offsets: Tensor, rows: Tensor, total_q: int) -> 
         total_q: rows of the packed batch.
 
     Returns:
-        a mask of `row_spans`, or one of `func` where the given one has five or more bounds; its row
-        `n` is row `rows[n]` of the batch.
+        a mask with `row_spans`, or with `func` if `mask` has a `func` of five or more bounds. Its
+        row `n` is row `rows[n]` of the batch.
     """
     if mask.func is not None and mask.func.shape[1] > 3:
         func = mask.func.index_select(2, rows)
@@ -566,8 +567,8 @@ def clip_to_keys(mask: Mask, first_key: Tensor, num_keys: Tensor, shift: Tensor)
     """Returns the part of an arbitrary mask that is in a range of keys, renumbered.
 
     Args:
-        mask: a mask of `row_spans`, or of `func` that is not made causal.
-        first_key: `(rows,)` integers: of each row, the first key of the range.
+        mask: a mask with `row_spans`, or with `func` and no `func_causal`.
+        first_key: `(rows,)` integers: for each row, the first key of the range.
         num_keys: `(rows,)` integers: the keys in the range.
         shift: `(rows,)` integers: the number that the first key of the range gets.
     """
@@ -590,7 +591,7 @@ def clip_to_keys(mask: Mask, first_key: Tensor, num_keys: Tensor, shift: Tensor)
 def sees_anything(mask: Mask) -> Tensor:
     """Returns whether any row has a non-empty interval, as a bool scalar tensor.
 
-    The mask is arbitrary and not made causal.
+    The mask must be arbitrary, without `func_causal`.
     """
     if mask.row_spans is not None:
         begins, ends = mask.row_spans[..., 0::2], mask.row_spans[..., 1::2]

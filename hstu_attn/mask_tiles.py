@@ -1,4 +1,4 @@
-"""Tiles of a dense mask: what a kernel has to do with them, and in which order."""
+"""Tiles of a dense mask: how a kernel treats each tile, and in which order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TileKind(IntEnum):
 def tile_kinds(visible: Tensor, tile_q: int, tile_k: int) -> Tensor:
     """Returns the `TileKind` of each tile of a dense mask, int8 `(q tiles, k tiles)`.
 
-    A tile that reaches past the last key is never full. Rows past the last one do not count.
+    A tile that reaches past the last key is never full. Rows past the last row are ignored.
     """
     q_len, k_len = visible.shape
     tiles_q, tiles_k = -(-q_len // tile_q), -(-k_len // tile_k)
@@ -35,7 +35,7 @@ def tile_kinds(visible: Tensor, tile_q: int, tile_k: int) -> Tensor:
 
 
 def kv_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, TileKind]]]:
-    """Returns for each row tile the key tiles that it needs, in order: the forward's tile lists."""
+    """Returns the key tiles that each row tile needs, in order: the forward's tile lists."""
     kinds = tile_kinds(visible, tile_q, tile_k)
     return [
         [(n, TileKind(kind)) for n, kind in enumerate(row) if kind != TileKind.EMPTY]
@@ -44,7 +44,7 @@ def kv_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, 
 
 
 def q_tiles(visible: Tensor, tile_q: int, tile_k: int) -> list[list[tuple[int, TileKind]]]:
-    """Returns for each tile of keys the row tiles that it needs, in order: the backward's lists."""
+    """Returns the row tiles that each key tile needs, in order: the backward's tile lists."""
     kinds = tile_kinds(visible, tile_q, tile_k)
     return [
         [(m, TileKind(kind)) for m, kind in enumerate(column) if kind != TileKind.EMPTY]

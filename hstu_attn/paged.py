@@ -22,7 +22,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def check_page_size(page_size: int) -> None:
-    """Raises ValueError for a page size that the kernels do not have."""
+    """Raises ValueError for a page size that the kernels do not support."""
     if page_size not in PAGE_SIZES:
         raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
 
@@ -30,10 +30,10 @@ def check_page_size(page_size: int) -> None:
 class PagedKV:
     """The cached keys and values of a batch, in pages of equal size.
 
-    A call that is given one packs q, k and v all by `cu_seqlens_q` and holds, of each sequence,
-    `[new history | targets]`; `cu_seqlens_k` counts cached, new and target tokens together. The new
-    history has already been appended to the pages, so keys `[0, h)` are read from pages and keys
-    `[h, h + targets)` from the last rows of the sequence in k and v.
+    With a `PagedKV`, q, k and v of a call are all packed by `cu_seqlens_q` and hold
+    `[new history | targets]` of each sequence; `cu_seqlens_k` counts cached, new and target tokens
+    together. The new history has already been appended to the pages, so keys `[0, h)` are read from
+    pages and keys `[h, h + targets)` from the last rows of the sequence in k and v.
 
     Args:
         kv_cache: `(num_pages, 2, page_size, heads, head dim)`, index 0 keys, index 1 values; page
@@ -44,14 +44,14 @@ class PagedKV:
             `kv_indices`.
         last_page_lens: `(batch,)` tokens in each sequence's last page, `(h - 1) % page_size + 1`,
             0 where `h` is 0. The serving name is `kv_last_page_len`.
-            These three may be buffers of a larger batch: entries beyond those of this one are not
-            read.
-        kv_scales: float32 `(num_pages, 2, page_size, heads)`, what the elements of each row and
-            head of a float8_e4m3fn cache are multiplied by; None for other caches.
+            `page_offsets`, `page_ids` and `last_page_lens` may be larger buffers: entries beyond
+            this batch are not read.
+        kv_scales: float32 `(num_pages, 2, page_size, heads)`, factors of the elements of each row
+            and head of a float8_e4m3fn cache; None for other caches.
 
     Raises:
-        ValueError: if an argument is missing or given by both its names. Shapes and dtypes are
-            checked by the call.
+        ValueError: if an argument is missing or given under both its names. The call checks shapes
+            and dtypes.
     """
 
     __slots__ = ("kv_cache", "kv_scales", "last_page_lens", "page_ids", "page_offsets")
@@ -112,18 +112,18 @@ def append_paged_kv(
 ) -> None:
     """Writes the new history of a batch into its pages, before the attention that reads them.
 
-    The arguments are those of the `hstu_attention` call that follows: of each sequence, k and v
-    hold `[new history | targets]`, and rows that are targets are left out. One kernel writes them,
-    without a copy of offsets to the host, so the call may be captured in a CUDA graph.
+    The arguments are those of the `hstu_attention` call that follows: k and v hold
+    `[new history | targets]` of each sequence, and target rows are not written. One kernel writes
+    the rows, without a copy of offsets to the host, so the call may be captured in a CUDA graph.
 
-    Into a float8_e4m3fn cache, each row of a head is written as `x / scale`, rounded to the nearest
-    (ties to even), and its scale `max |x| / 448` into `kv_scales`, so that what is there already
-    stays as it is. The maximum is of finite elements, and a row without any other than zero has the
-    scale 1; NaN and infinity are written as NaN.
+    In a float8_e4m3fn cache, each row of a head is stored as `x / scale`, rounded to the nearest
+    (ties to even), and its scale `max |x| / 448` in `kv_scales`, so that rows that are already
+    cached do not change. The maximum is over finite elements; the scale of a row whose finite
+    elements are all 0 is 1; NaN and infinity are stored as NaN.
 
     Args:
         k, v: `(total_q, heads, head dim)` in any strides with a contiguous last dimension, of the
-            dtype of the cache and on its device. Into a float8_e4m3fn cache any dtype on a CPU,
+            dtype of the cache and on its device. For a float8_e4m3fn cache: any dtype on a CPU,
             bf16 and fp16 on a GPU, with heads of at most 256 elements.
         paged_kv: the pages, which have room for the new history.
         cu_seqlens_q: `(batch + 1,)` int32 or int64 offsets of the sequences in k and v.
@@ -134,7 +134,7 @@ def append_paged_kv(
         ValueError: for a wrong shape, dtype or device; on the CPU also for offsets, counts or page
             ids that do not fit, or a page that two sequences would write. On a GPU such rows are
             left out.
-        NotImplementedError: for what this build or this GPU has no kernel for.
+        NotImplementedError: if this build or this GPU has no kernel for the arguments.
     """
     if isinstance(k, Proxy):
         return record_call(append_paged_kv, (k,), **locals())

@@ -3,8 +3,8 @@
 The CUDA kernels (csrc/quantize/quantize.cu) and `quantize_qkv` give bitwise equal codes and
 descales. Every function works for any floating dtype, so that tests can compute in fp64.
 
-A block is 128 keys of one sequence. The offsets alone determine a block's number: that with keys
-`[128 * j, 128 * j + 128)` of sequence `b` is number `cu_seqlens_k[b] // 128 + b + j`.
+A block is 128 keys of one sequence. The offsets alone determine a block's number: the block with
+keys `[128 * j, 128 * j + 128)` of sequence `b` has number `cu_seqlens_k[b] // 128 + b + j`.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class Quantization:
     """The way in which `hstu_attention` quantizes q, k and v to e4m3.
 
     Attributes:
-        mode: what shares a scale: 0 nothing is scaled, 1 rows of q and blocks of 128 keys of k and
-            v, 2 blocks of 128 rows of a head, 3 a sequence of a head, 4 a sequence, 5 everything.
-            Use 2: it takes one pass. With pages, use 1, in which rows of k and v have scales then.
-            In mode 5 a huge value in one sequence costs all others precision; NaN and infinity
-            never leave their sequence.
-        smooth_k: whether to quantize k without its mean over each sequence and head, whose product
-            with q is then added to the scores in fp32. Where k is not centered, as after SiLU, this
-            halves the error.
-        keep: what a call keeps for its backward: "inputs", q, k and v, with the gradients that they
-            have without a quantization; or "e4m3", the quantized ones in half the memory, with the
-            gradients of what these stand for.
+        mode: the granularity of the scales: 0 has no scales, 1 has one per row of q and per block
+            of 128 keys of k and v, 2 per block of 128 rows of a head, 3 per sequence and head, 4
+            per sequence, and 5 per tensor. Use 2: it takes one pass. With pages, use 1; each row of
+            k and v in pages has a scale. In mode 5 a huge value in one sequence costs all other
+            sequences precision; NaN and infinity never leave their sequence.
+        smooth_k: whether the mean of k over each sequence and head is subtracted before k is
+            quantized; its product with q is then added to the scores in fp32. Where k is not
+            centered, as after SiLU, this halves the error.
+        keep: what a call saves for its backward: "inputs" saves q, k and v, and the gradients are
+            those without quantization; "e4m3" saves the quantized tensors in half the memory, and
+            the gradients are those at the dequantized values.
         backward: "16-bit", or "e4m3", which is experimental: q, k, v and the gradient of the output
             are quantized for the backward, with one scale for each sequence and head, and so are
             the weights and the gradients of scores. On a GPU, for head dims from 65 on without a
@@ -89,8 +89,8 @@ class Quantization:
 class Quantized(NamedTuple):
     """The result of `torch.ops.hstu_attn.quantize_qkv`.
 
-    A value is about its code times its descale. `blocks` is `total_k // 128 + batch`. What belongs
-    to no row or block of a sequence is zero on a CPU and undefined on a GPU.
+    A value is approximately its code times its descale. `blocks` is `total_k // 128 + batch`.
+    Elements outside the rows and blocks of sequences are zero on a CPU and undefined on a GPU.
 
     Attributes:
         q8: float8_e4m3fn `(total_q, heads, D)`, with D rounded up to a multiple of 16; the elements
@@ -100,9 +100,9 @@ class Quantized(NamedTuple):
             accumulator of S holds keys (csrc/quantize/quantize.h); 0 past the end of a sequence.
         q_descale: fp32 `(heads, total_q)`.
         k_descale, v_descale: fp32 `(heads, blocks)`.
-        q_norm: `(heads, total_q)`: an upper bound of the Euclidean norm of what a row of q8 stands
-            for; NaN counts as 0.
-        k_norm: `(heads, blocks)`: the largest of these bounds of the rows of a block.
+        q_norm: `(heads, total_q)`: an upper bound of the Euclidean norm of each dequantized row of
+            q8; NaN counts as 0.
+        k_norm: `(heads, blocks)`: the largest such bound of the rows of k8 in a block.
         q_mean_product: `(heads, total_q)`: with `smooth_k`, rows of q times the mean that was
             subtracted from K, to be added to the scores; else `(0,)`.
         k_mean: `(batch, heads, D)`: with `smooth_k`, that mean; else `(0,)`.
@@ -140,12 +140,12 @@ class _Rows:
     """The rows of a packed tensor that belong to sequences.
 
     Attributes:
-        row: their numbers in the tensor.
-        sequence: the sequence of each.
-        block: the block of each.
-        slot: the place of each in its block.
-        lengths: the rows of each sequence.
-        first_block: the number of its first block.
+        row: the index of each row in the tensor.
+        sequence: the sequence of each row.
+        block: the block of each row.
+        slot: the place of each row in its block.
+        lengths: the number of rows of each sequence.
+        first_block: the number of the first block of each sequence.
     """
 
     def __init__(self, offsets: Tensor, used: Tensor | None, total: int) -> None:
@@ -194,17 +194,18 @@ def quantize_qkv(
     """Computes `torch.ops.hstu_attn.quantize_qkv`, which also checks the arguments.
 
     Codes are `x / descale`, rounded to nearest with ties to even; NaN and infinity become NaN. A
-    descale is the largest finite magnitude of what it serves, divided by 448, and at least 2^-60.
-    In modes 1 and 2, those of q and k are then multiplied by the least of 2, 4, ..., 32 with which
-    each row divided by its descale has a Euclidean norm of at most 225, its squares being rounded
-    up to integers. Then codes have norms of at most 240, so that products of q and k fit into fp16.
+    descale is the largest finite magnitude of the values that share it, divided by 448, and at
+    least 2^-60. In modes 1 and 2, the descales of q and k are then multiplied by the smallest of
+    2, 4, ..., 32 for which each row divided by its descale has a Euclidean norm of at most 225,
+    computed with squares rounded up to integers. Then codes have norms of at most 240, so that
+    products of q and k fit into fp16.
 
     Args:
         q, k, v: `(total, heads, head dim)`: bf16 or fp16 to quantize, or float8_e4m3fn, whose codes
             are kept.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in `hstu_attention`.
         mode, smooth_k: as in `Quantization`; mode -1 if q, k and v are float8_e4m3fn.
-        q_descale, k_descale, v_descale: those of float8_e4m3fn q, k and v: fp32, `()`, `(1,)`,
+        q_descale, k_descale, v_descale: descales of float8_e4m3fn q, k and v: fp32, `()`, `(1,)`,
             `(batch,)`, `(batch, heads)` or `(heads, blocks)`; also `(heads, total_q)` for q.
         silu: whether to quantize SiLU of q, k and v, computed in fp32 and rounded to their dtype. A
             GPU approximates SiLU, so that codes may differ from those of a CPU.
@@ -381,7 +382,7 @@ def _pad(codes: Tensor, rows: Tensor, total: int) -> Tensor:
 
 
 class Dequantized(NamedTuple):
-    """The values that quantized q, k and v stand for, and what bounds the scores of each row.
+    """Dequantized q, k and v, and a bound of the scores of each row.
 
     Attributes:
         q: `(total_q, heads, D + 1)`: the last element is `q_mean_product`, or 0.
@@ -405,11 +406,11 @@ def dequantize(
     head_dim: int,
     dtype: torch.dtype = torch.float32,
 ) -> Dequantized:
-    """Returns what `x` stands for, in `dtype`; rows that belong to no sequence are 0.
+    """Dequantizes `x` to `dtype`; rows outside every sequence are 0.
 
     Args:
         x: quantized q, k and v.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: those that they were quantized with.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: the arguments of their quantization.
         head_dim: D.
         dtype: fp64 holds the values exactly.
     """
@@ -446,13 +447,13 @@ def dequantize(
 def dequantized_rows(
     kept: Sequence[Tensor], cu_seqlens_k: Tensor, head_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the q, k (with its mean) and v that codes stand for, rounded to `dtype`.
+    """Returns dequantized q, k (with its mean) and v, rounded to `dtype`.
 
-    The host reads no value. Rows that belong to no sequence are undefined.
+    Nothing is copied to the host. Rows outside every sequence are undefined.
 
     Args:
         kept: `Quantized.kept`.
-        cu_seqlens_k: `(batch + 1,)`, the offsets that they were quantized with.
+        cu_seqlens_k: `(batch + 1,)`, the offsets used in the quantization.
         head_dim: D.
         dtype: bf16, fp16 or wider, so that it holds every code.
     """
@@ -480,11 +481,11 @@ def dequantized_rows(
 def weight_scales(
     score_bound: Tensor, alpha: float, biases: Sequence[Tensor | None] = ()
 ) -> Tensor:
-    """Returns the powers of two that rows of the weights are multiplied by before their cast.
+    """Returns the powers of two by which rows of the weights are multiplied before their cast.
 
-    Weights are silu of scores, and no larger than these in magnitude. The scale is the largest
-    power of two that keeps that bound within e4m3's range, so that weights neither overflow nor
-    vanish.
+    Weights are silu of the scores, so their magnitude is at most that of the scores. The scale is
+    the largest power of two that keeps this bound within e4m3's range, so that weights neither
+    overflow nor vanish.
 
     Args:
         score_bound: `Dequantized.score_bound`.
@@ -500,7 +501,7 @@ def weight_scales(
 
 
 def bias_bound(alpha: float, biases: Sequence[Tensor | None]) -> float:
-    """Returns what biases add to the bound of silu of the scores, as `weight_scales` explains."""
+    """Returns how much biases raise the bound of silu of the scores; see `weight_scales`."""
     bound = 0.0
     for bias in biases:
         if bias is not None and bias.numel() > 0:
@@ -516,10 +517,10 @@ def round_weights(weights: Tensor, scales: Tensor) -> Tensor:
 
 
 class BackwardInputs(NamedTuple):
-    """The quantized inputs of the backward in e4m3, in fp32. Rows that belong to no sequence are 0.
+    """The dequantized inputs of the backward in e4m3, in fp32. Rows outside every sequence are 0.
 
     Attributes:
-        q: `(total_q, heads, D)`, what the codes of q stand for.
+        q: `(total_q, heads, D)`, the dequantized q.
         k: `(total_k, heads, D)`, likewise.
         v: `(total_k, heads, Dv)`, likewise.
         dout: `(total_q, heads, Dv)`, likewise.

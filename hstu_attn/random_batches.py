@@ -125,8 +125,8 @@ def make_batch(
 
     Args:
         lengths_k: keys of each sequence.
-        lengths_q: query rows of each sequence; None means as many as keys. More than these is for
-            the functions of other libraries' names: `hstu_attention` refuses it on a CPU.
+        lengths_q: query rows of each sequence; None means `lengths_k`. Only the functions with
+            other libraries' arguments accept more rows than keys on a CPU, not `hstu_attention`.
         heads, dim, dim_v, dtype, device: those of q, k and v; `dim_v` None means `dim`.
         mask: a mask, or one of `MASK_NAMES` with random contents.
         bias: a bias, or one of `BIAS_NAMES` with random contents.

@@ -1,7 +1,7 @@
-"""HSTU attention in the plainest PyTorch: what every kernel of this library has to reproduce.
+"""HSTU attention in plain PyTorch: the reference for every kernel of this library.
 
 It is dense, computes one sequence at a time, is differentiable by plain autograd and runs on any
-device. It is meant to be read and to be compared with, not to be fast.
+device. It is written for reading and for comparisons, not for speed.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def hstu_attention(
         compute_dtype: the dtype of every intermediate. None means fp64 for fp64 inputs and fp32 for
             all others. In tests the exact result is this function on inputs cast to fp64, and the
             same-dtype reference is this function with `compute_dtype=q.dtype`.
-        scales: `(total_q, heads)`, what each row of the weights is multiplied by when it is rounded
-            to e4m3; None means that weights are not rounded.
+        scales: `(total_q, heads)`, the factor of each row of the weights before it is rounded to
+            e4m3; None means that weights are not rounded.
 
     Returns:
         `(total_q, heads, Dv)` in q's dtype; where that is float8_e4m3fn, in `compute_dtype`, or
         bf16 if that is None.
 
-    `deterministic` and `sm_margin` are accepted and mean nothing here. With a quantization, tensors
-    are on a CPU, and everything but the casts to e4m3 is exact in `compute_dtype`.
+    `deterministic` and `sm_margin` are accepted and ignored. With a quantization, tensors must be
+    on a CPU, and everything but the casts to e4m3 is computed in `compute_dtype`.
     """
     del deterministic, sm_margin
     if q.dtype == E4M3 or quant_mode != -1:

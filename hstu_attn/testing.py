@@ -1,12 +1,12 @@
 """Tools to test an implementation of HSTU attention: inputs, poison, and the tolerance rule.
 
-The rule, for every output and gradient: the largest error against the exact result may be at most
-twice that of the same formula in plain PyTorch of the same dtype, plus two roundings of the exact
-result. `allowed_error` is its only statement.
+The rule for every output and gradient: the largest error against the exact result may be at most
+twice the error of the same formula in plain PyTorch in the same dtype, plus two roundings of the
+exact result. `allowed_error` implements it.
 
 The error of plain PyTorch depends on the order in which it adds: a matrix product chooses that
-order by its shape and by the processor. The bound of `check_against_reference` is therefore that of
-the worst of eight orders: that of plain PyTorch, six random ones, and the one from left to right.
+order by its shape and by the processor. `check_against_reference` therefore uses the largest error
+of eight orders: the order of plain PyTorch, six random orders, and left to right.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ def _assert_within_bound(
 
 @contextlib.contextmanager
 def poisoned_memory(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Makes fresh tensors hold NaN, so that memory which an operator fails to write shows.
+    """Fills uninitialized tensors with NaN, to detect memory that an operator fails to write.
 
-    On a CPU torch itself fills what it allocates. On a GPU the blocks that the caching allocator
-    hands out next are filled beforehand, so that no other setting changes.
+    On a CPU torch itself fills the memory that it allocates. On a GPU the blocks that the caching
+    allocator hands out next are filled beforehand, so that no other setting changes.
     """
     if torch.device(device).type == "cuda":
         if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
@@ -168,7 +168,7 @@ def run(
 
     Args:
         function: called like `hstu_attention`.
-        batch: what it is called with; strides are kept.
+        batch: the arguments of the call; strides are kept.
         dout: gradient of the output; None runs the forward alone.
         dtype: if given, every differentiable tensor is cast to it before.
         extra: further arguments of `function`.
@@ -196,7 +196,7 @@ def check_against_reference(
 
     Args:
         function: called like `hstu_attention`.
-        batch: what it is called with.
+        batch: the arguments of the call.
         backward: whether to compare the gradients too, for a random gradient of the output.
         extra: further arguments of `function`.
     """
@@ -235,8 +235,8 @@ def assert_matches_reference(
 class _SameDtypeReferences:
     """The formula in the dtype of `batch`, by each summation order that the bound covers.
 
-    Each is computed when it is first asked for. The dimensions of a paged batch are not shuffled:
-    it has the order of plain PyTorch alone.
+    Each one is computed lazily. A paged batch is computed only in the order of plain PyTorch,
+    because its dimensions cannot be shuffled.
     """
 
     def __init__(self, batch: Batch, dout: Tensor | None) -> None:

@@ -19,7 +19,7 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies tensors from the CPU to a device together, without waiting for the device.
 
     On a GPU it is one asynchronous copy on the current stream, from pinned memory that torch keeps
-    until the copy is done. On a CPU nothing is copied, as by `Tensor.to`.
+    until the copy is done. On a CPU nothing is copied, as in `Tensor.to`.
 
     Args:
         tensors: tensors on the CPU, of any shapes and dtypes.
@@ -39,7 +39,7 @@ def pack(tensors: Sequence[Tensor], pinned: bool = False) -> tuple[Tensor, list[
     """Copies tensors into one allocation, each from a multiple of `ALIGNMENT` on.
 
     Returns:
-        The bytes, and how many of them each tensor and the padding after it have.
+        The bytes, and the number of bytes of each tensor with the padding after it.
     """
     sizes = [size for tensor in tensors for size in (tensor.nbytes, -tensor.nbytes % ALIGNMENT)]
     together = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
@@ -74,8 +74,8 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 class Prefetcher(Generic[AnyBatch]):
     """Makes each batch and starts its copy to the device while the step before runs.
 
-    The copy is on a stream of its own, so on a GPU it overlaps with the kernels that have been
-    queued by then; `take` lets the current stream wait for it, and the host for nothing.
+    The copy runs on a separate stream, so on a GPU it overlaps with kernels queued before. `take`
+    makes the current stream wait for the copy, but not the host.
 
     Args:
         draw: makes the next batch on the CPU. It is called in the thread of the caller, one batch

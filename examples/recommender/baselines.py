@@ -1,4 +1,4 @@
-"""The baselines that a sequence model has to beat: popularity, and item-to-item co-occurrence."""
+"""The baselines of sequence models: popularity, and item-to-item co-occurrence."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class CoOccurrence:
 
     Attributes:
         similarity: `(num_items, num_items)` sparse CSR, transposed: rows are j.
-        reach: events at most so far apart co-occur, with weight `1 / distance`.
-        backward_weight: how much j before i counts, where j after i counts 1.
-        recency_decay: per event.
+        reach: the largest distance of co-occurring events, which have weight `1 / distance`.
+        backward_weight: the weight of an item j before i, relative to an item j after i.
+        recency_decay: the decay of an event's weight with each later event.
     """
 
     similarity: Tensor

@@ -1,4 +1,4 @@
-"""Tensors in files that are whole or absent, whenever their writer is killed."""
+"""Writes tensors to files atomically."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["write_state"]
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes `state` in place of what was there, once it is whole on the disk.
+    """Writes `state` to a file, and replaces an old file once the new one is complete on the disk.
 
     Raises:
-        OSError: it cannot be written; what was there before is unchanged.
+        OSError: the file cannot be written; an old file is unchanged.
     """
     write_whole(path, lambda file: torch.save(state, file))

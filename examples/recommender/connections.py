@@ -26,18 +26,17 @@ LAST_ANSWER = b"Content-Length: 0\r\nConnection: close\r\n\r\n"
 class LimitedHTTP(H11Protocol):
     """A connection that the server closes in three cases that uvicorn tolerates.
 
-    1. `max_connections` others are open: it is answered 503 and closed at once.
-    2. A request has not arrived whole `arrival_timeout` after its first byte (for the first
-       request, after the connection was made): it is closed, after an answer 408 if the headers
-       have arrived.
-    3. The client does not take what is sent within that time: it is aborted.
+    1. `max_connections` other connections are open: the server answers 503 and closes at once.
+    2. A request is incomplete `arrival_timeout` after its first byte (for the first request, after
+       the connection was made): the server closes, after a 408 if the headers have arrived.
+    3. The client does not read the response within `arrival_timeout`: the server aborts.
 
     The log reports each case, at a limited rate.
 
     Args:
-        arrival_timeout: the time in seconds.
-        max_connections: how many may be open at a time.
-        arguments: those that uvicorn passes to its protocols.
+        arrival_timeout: the time limit in seconds.
+        max_connections: the most connections that may be open at a time.
+        arguments: the arguments that uvicorn passes to its protocols.
     """
 
     def __init__(self, *, arrival_timeout: float, max_connections: int, **arguments: Any) -> None:

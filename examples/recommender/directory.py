@@ -1,9 +1,9 @@
-"""The directory of a run, `--out`: what it holds, and whether this run may write into it.
+"""The directory of a run, `--out`: its files, and whether this run may write into it.
 
-    run.json        what the run was made with; a run that continues it must share that
-    baselines.json  what the baselines reach, which is found once for each run
-    checkpoints/    from which it continues
-    best.pt         the model that did best in validation so far
+    run.json        the options and data of the run; a run that continues it must share them
+    baselines.json  the metrics of the baselines, which are measured once for each run
+    checkpoints/    the checkpoints from which the run continues
+    best.pt         the model with the best validation metrics so far
     history.json    losses and metrics of validation, or of the test with `--protocol published`;
                     curves.png and tensorboard/ show them
     metrics.json    the result of the test, written when the run is finished
@@ -74,11 +74,11 @@ def difference(made_with: Mapping[str, Any], wanted: Mapping[str, Any], out: Pat
 
     Args:
         made_with: options and data of the run in `out`, by name.
-        wanted: those of this run that have to be the same.
+        wanted: the options and data of this run that must be the same.
         out: the directory.
 
     Returns:
-        None where they are the same.
+        None if they are the same.
     """
     earlier = dict(EARLIER_VALUES)
     if made_with.get("keep_seen"):  # of a run from before --exclude

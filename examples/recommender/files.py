@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whenever their writer is killed or the disk is full."""
+"""Writes files atomically: a killed writer or a full disk leaves no partial file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["naming", "write_json", "write_whole"]
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Makes a failure to write, for example on a full disk, say which path could not be written.
+    """Adds the path to the error of a failed write, for example on a full disk.
 
-    Libraries wrap the system's error in errors of their own, so it is looked for among the causes.
+    Libraries wrap the system's error in their own errors, so it is searched among the causes.
 
     Raises:
-        OSError: with the path, where the system could not write.
+        OSError: with the path, if the system could not write.
     """
     try:
         yield
@@ -47,14 +47,14 @@ def _system_error(error: BaseException | None) -> OSError | None:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replaces a file, once its new content is whole on the disk.
+    """Replaces a file once its new content is complete on the disk.
 
     Args:
         path: the path of the file.
         write: writes the content into a file next to it.
 
     Raises:
-        OSError: it cannot be written; what was there before is unchanged.
+        OSError: the file cannot be written; the old file is unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:

@@ -115,7 +115,7 @@ class Service(NamedTuple):
         return found
 
     def options(self, request: Request, body: Any) -> RequestOptions:
-        """Returns who asks, when, and until when, as the engine takes it."""
+        """Returns the engine's options for a request: its client, time and deadline."""
         # NOTE: not parameters of the path, which cost FastAPI a tenth of a request's time.
         seconds, arrived = self.timeout, request.scope[ARRIVED]
         if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
@@ -145,9 +145,9 @@ class Service(NamedTuple):
         """Waits for an answer until the deadline.
 
         Raises:
-            DeadlineError: there was none; the request had no effect.
-            StoreError: there was none, since its events were being stored; whether they are is not
-                known.
+            DeadlineError: there was no answer in time; the request had no effect.
+            StoreError: there was no answer in time because the events were being stored. They may
+                or may not have been stored.
         """
         wrapped = asyncio.wrap_future(future)
         done, _ = await asyncio.wait({wrapped}, timeout=max(deadline - time.monotonic(), 0.0))
@@ -184,21 +184,21 @@ def make_app(
     GET  /openapi.json the types of all of that; GET /docs shows them
 
     A retrieval model has the first two paths, a ranking model the third. Users and items are named
-    by the data set's ids: numbers, or text where the saved model's are. A wrong body is answered
-    422 and the places in it, or 400 where it cannot be parsed; too large a one 413; a wrong token
-    401; too much to do 503 with Retry-After; and no answer in time 504, in which case the request
-    had no effect.
+    by the data set's ids: numbers, or text if the saved model's ids are text. The status of an
+    error is 422 for an invalid body, with the invalid places, 400 for a body that cannot be parsed,
+    413 for a body that is too large, 401 for a wrong token, 503 with Retry-After for an overloaded
+    server, and 504 for a timeout, in which case the request had no effect.
 
-    `app.state.draining` is whether requests should not come here any more: they are still answered,
-    but /ready says 503. `app.state.registry` has the metrics of this process.
+    `app.state.draining` is whether the server is draining: it still answers requests, but /ready
+    answers 503. `app.state.registry` has the metrics of this process.
 
     Args:
         engine: serves the saved model; closed when the application shuts down.
         saved: the saved model, for its items and titles.
-        timeout: seconds that a request may take; it may ask for less by X-Request-Timeout-Ms.
-        access: who may ask; None is everybody, but no administrator.
-        max_body_bytes: no body is larger.
-        models: change the model; None has no paths for that.
+        timeout: seconds that a request may take; X-Request-Timeout-Ms may lower it.
+        access: the tokens; None admits everybody as a client and nobody as an administrator.
+        max_body_bytes: the size of the largest accepted body.
+        models: changes the model; None leaves out the paths for this.
         forget: deletes a user's events; None is the engine's.
         prune: deletes old events, as `Engine.prune`; None is the engine's.
         all_metrics: returns a dict from the name of each replica to the result of its

@@ -1,4 +1,4 @@
-"""Decides who may ask, and refuses wrong tokens and large bodies before a request is read."""
+"""Authenticates clients, and refuses wrong tokens and large bodies before a request is read."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Access:
     """The tokens of clients and of administrators; only their hashes are kept.
 
     Args:
-        tokens: any of them admits a client, so that tokens can be changed one after the other.
-            Without any, everybody is admitted.
-        admin_tokens: any of them admits to the paths below /admin. Without any, nobody is.
+        tokens: the tokens of clients; several allow a rotation of tokens. Without any, everybody
+            is admitted as a client.
+        admin_tokens: the tokens of administrators. Without any, nobody is an administrator.
     """
 
     def __init__(self, tokens: Sequence[str] = (), admin_tokens: Sequence[str] = ()) -> None:
@@ -77,9 +77,9 @@ class Access:
         return not self._tokens
 
     def client_of(self, token: bytes, address: str) -> str | None:
-        """Returns the name under which a client takes its turns in the queue; None admits nobody.
+        """Returns a client's name for the fair queue, or None for a wrong token.
 
-        It is the place of the token among the clients' tokens, or the address where none is needed.
+        The name is the index of the token among the clients' tokens, or the address without tokens.
         """
         if self.is_open:
             return address
@@ -122,13 +122,13 @@ def _place(token: bytes, known: Sequence[bytes]) -> int | None:
 
 
 class Guard:
-    """Refuses requests by their heads, limits bodies, and counts answers by path and status.
+    """Refuses requests by their headers, limits bodies, and counts answers by path and status.
 
     Args:
-        app: what answers the others.
-        access: who may ask.
+        app: the application that answers accepted requests.
+        access: the tokens.
         metrics: where answers are counted.
-        max_body_bytes: no body is larger.
+        max_body_bytes: the size of the largest accepted body.
         check_load: raises OverloadedError if no request of a client can be computed now.
     """
 
@@ -181,7 +181,7 @@ class Guard:
             self.metrics.seconds.labels(path).observe(time.monotonic() - arrived)
 
     def refusal(self, scope: Scope) -> HTTPException | None:
-        """Returns why a request is not to be read, or None; notes who asks."""
+        """Returns the error of a request that is refused, or None; records its client."""
         headers = dict(scope["headers"])
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):

@@ -52,14 +52,14 @@ def add_admin(
 
     `text_ids` is whether the ids of users are text; no user has one of the other kind.
 
-    POST /model           the file of --model has been written again: its model takes over
-    POST /model/previous  the model of before takes over again; both are there only with `models`
+    POST /model           switches to the model that has been written to the file of --model
+    POST /model/previous  switches back to the previous model; both need `models`
     POST /forget          user -> deletes a user's events
     POST /prune           before, latest -> deletes old events of all users
     POST /compact         rewrites the store's files, without what was deleted
 
-    An answer comes when it is done; 409 says why a model cannot take over, and that nothing has
-    changed.
+    Each path answers when its work is done. 409 explains why a model cannot be served; nothing has
+    changed then.
     """
 
     async def do(what: Callable[[], Any]) -> Any:

@@ -1,7 +1,7 @@
-"""The steps that the processes of a run take together; one process alone is a run of one.
+"""Collective operations of the processes of a run, which may also be a single process.
 
-Started by torchrun, each process is a rank of a `hstu_attn.distributed.World`, with a GPU of its
-own or on the CPU. All of them call the methods here together.
+Under torchrun, each process is a rank of a `hstu_attn.distributed.World`, with its own GPU or on
+the CPU. All processes must call the methods here together.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Processes:
             layers are divided, too (`"fsdp2"`).
 
     Attributes:
-        rank: which part of each batch is this process's, from 0.
-        num_ranks: into how many parts batches are divided.
-        mesh: all ranks; None for one process alone.
-        is_first: whether this is the one that prints and writes what all have in common.
+        rank: the index of this process's part of each batch, from 0.
+        num_ranks: the number of parts into which batches are divided.
+        mesh: all ranks; None for a single process.
+        is_first: whether this process prints, and writes the files that all processes share.
     """
 
     def __init__(self, world: World = ALONE, strategy: Strategy = "ddp") -> None:
@@ -93,7 +93,7 @@ class Processes:
         )
 
     def mean(self, local_sum: Tensor, count: int | Tensor) -> Tensor:
-        """Returns the mean over all processes' rows of a sum over the `count` rows of this one."""
+        """Returns the mean over all processes' rows, given the sum and number of this one's."""
         return global_mean(local_sum, count, self.mesh)
 
     def clip_gradients(self, model: nn.Module, largest: float) -> Tensor:
@@ -115,10 +115,10 @@ class Processes:
             raise kind(problem)
 
     def together(self, check: Callable[[], object]) -> None:
-        """The first process checks something, and where that fails all raise a ValueError.
+        """Runs a check on the first process; if it fails, all processes raise a ValueError.
 
         Args:
-            check: raises a ValueError or an OSError, for example of a directory that all share.
+            check: raises a ValueError or an OSError, for example for a directory that all share.
         """
         problem = None
         if self.is_first:
@@ -131,7 +131,7 @@ class Processes:
             raise ValueError(problem)
 
     def wait(self) -> None:
-        """Returns when all processes have come here."""
+        """Waits until all processes have called this (a barrier)."""
         if self.mesh is not None:
             dist.barrier()
 
@@ -139,7 +139,7 @@ class Processes:
     def first_goes_first(self) -> Iterator[None]:
         """Runs the block on the first process before it runs on the others.
 
-        The others then find, for example, in a cache what the first process has written there.
+        The others can then read, for example, a cache that the first process has written.
         """
         if not self.is_first:
             self.wait()
@@ -149,7 +149,7 @@ class Processes:
 
     @contextlib.contextmanager
     def one_voice(self) -> Iterator[None]:
-        """Only the first process prints."""
+        """Suppresses the output of all processes but the first."""
         if self.is_first:
             yield
             return
@@ -157,7 +157,7 @@ class Processes:
             yield
 
     def gather(self, value: T) -> list[T]:
-        """Returns the values of all processes by rank on the first one, and nothing elsewhere."""
+        """Returns all processes' values, by rank, on the first process; an empty list elsewhere."""
         if self.mesh is None:
             return [value]
         values: list[Any] | None = [None] * self.num_ranks if self.is_first else None
@@ -165,7 +165,7 @@ class Processes:
         return values or []
 
     def from_first(self, value: T) -> T:
-        """Returns the value that the first process has."""
+        """Returns the first process's value on all processes (a broadcast)."""
         if self.mesh is None:
             return value
         shared = [value]
@@ -173,7 +173,7 @@ class Processes:
         return shared[0]
 
     def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Returns the model's state as one process would have it.
+        """Returns the model's full state dict, as a single process would have it.
 
         It is on the CPU of the first process; the others get an empty one.
 
@@ -184,7 +184,7 @@ class Processes:
         return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
 
     def load_whole_state(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Takes over what `whole_state` gave, which every process has read from a file.
+        """Loads the result of `whole_state`, which every process has read from a file.
 
         Args:
             model: the one given to `prepare`.

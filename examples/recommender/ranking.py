@@ -61,9 +61,9 @@ class RankingConfig:
     Attributes:
         sizes: the sizes of the embedding tables by feature: "item" and each of `CONTEXTS`.
         actions: the names of the bits of an action.
-        tasks: those that are predicted.
-        max_history: no history has more events.
-        max_targets: no sequence has more candidates.
+        tasks: the names of the predicted actions.
+        max_history: the most events of a history.
+        max_targets: the most candidates of a sequence.
         dim: width of the embeddings and of the layers.
         heads: heads of a layer.
         layers: how many layers.
@@ -159,7 +159,7 @@ class RankingModel(nn.Module):
         embeddings: looks rows up by feature; None is `EmbeddingTables`.
 
     Attributes:
-        max_rows: no sequence has more rows. No result depends on it, so a server raises it for
+        max_rows: the most rows of a sequence. No result depends on it, so a server raises it for
             more candidates than training had.
     """
 
@@ -244,7 +244,7 @@ def _timestamps(batch: RankingBatch) -> list[Tensor]:
 
 
 def task_labels(config: RankingConfig, actions: Tensor) -> Tensor:
-    """Returns which tasks' actions were done, `(n, tasks)` fp32 zeros and ones, of bits `(n,)`."""
+    """Converts action bits `(n,)` to labels of the tasks, `(n, tasks)` fp32 zeros and ones."""
     labels = unpack_actions(actions).unbind(1)
     return torch.stack([labels[config.actions.index(task)] for task in config.tasks], dim=1)
 
@@ -270,13 +270,13 @@ def save_ranking_model(
     validation: Mapping[str, float] | None = None,
     log: EventLog | None = None,
 ) -> None:
-    """Writes the model in place of what was there.
+    """Writes the model to a file, and replaces an existing one.
 
     Args:
         path: the path of the file.
-        model: the model, of which parts may be elsewhere.
-        parameters: its whole state by the names that it has on one process; None is the model's.
-        validation: what the model reached in validation, by name.
+        model: the model, whose parameters may be sharded over processes.
+        parameters: the full state dict, with the names of a single process; None is the model's.
+        validation: the model's validation metrics, by name.
         log: the log whose ids of items and users the file gets; a server needs them.
     """
     state: dict[str, Any] = {
@@ -294,7 +294,7 @@ def save_ranking_model(
 def load_ranking_model(
     path: Path, device: torch.device, compute_dtype: torch.dtype | None = None
 ) -> RankingModel:
-    """Reads what `save_ranking_model` wrote, in evaluation mode.
+    """Loads a model that `save_ranking_model` has written, in evaluation mode.
 
     Args:
         path: the path of the file.

@@ -5,8 +5,8 @@ the earlier events.
 
 A window is a request as it is served: a history of events with their actions, then candidates that
 are scored together. The candidates are the user's next events, without their actions, which are the
-labels. The time of the request is that of the first candidate; nothing that happened after it is
-in the input, but for which items the candidates are.
+labels. The time of the request is the time of the first candidate. The input has no information
+from after that time except the candidates' items.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RankingWindows:
     """Runs of consecutive events of one user each: a history, perhaps empty, then candidates.
 
     Attributes:
-        users: `(n,)` int64, whose events.
+        users: `(n,)` int64, the user of each window.
         starts: `(n,)` int64, the first event of each history.
         requests: `(n,)` int64, the first candidate.
         ends: `(n,)` int64, one past the last candidate.
@@ -103,7 +103,7 @@ class RankingBatch:
         request_timestamps: `(batch,)` int64, when the candidates are scored.
         target_offsets: `(batch + 1,)` int64.
         target_items: `(targets,)` int64, the candidates.
-        target_actions: `(targets,)` int64, what is to be predicted; no input of the model.
+        target_actions: `(targets,)` int64, the labels; not an input of the model.
     """
 
     contexts: Tensor
@@ -118,18 +118,18 @@ class RankingBatch:
 
     @property
     def total(self) -> int:
-        """Returns how many rows the windows have in the model; on a GPU the host waits for it."""
+        """Returns the number of rows of the windows in the model; on a GPU this synchronizes."""
         of_windows = 2 * self.history_offsets[-1] + self.target_offsets[-1]
         return self.contexts.numel() + int(of_windows)
 
     def to(self, device: torch.device) -> RankingBatch:
-        """Returns the batch on another device, by one copy that the host does not wait for."""
+        """Returns the batch on another device, by one asynchronous copy."""
         return RankingBatch(*upload([getattr(self, field.name) for field in fields(self)], device))
 
     def padded(self) -> RankingBatch:
-        """Appends windows without events, and events of no window, so that few shapes occur.
+        """Pads the batch with empty windows and unused events, so that few shapes occur.
 
-        The number of windows becomes a power of two, and those of events and of candidates a
+        The number of windows becomes a power of two, and the numbers of events and of candidates a
         `hstu_attn.capture.padded_size`.
         """
         windows = padded_size(len(self.contexts), 1)
@@ -263,7 +263,7 @@ class RankingData:
         return hashed_rows(users, self.log.num_users, self.sizes["user"])
 
     def labels(self, bits: NDArray[Any], tasks: Sequence[str]) -> NDArray[np.bool_]:
-        """Returns which tasks' actions were done, `(n, tasks)`, of bits `(n,)`."""
+        """Converts action bits `(n,)` to labels of the tasks, `(n, tasks)`."""
         columns = np.array([self.actions.index(task) for task in tasks])
         done: NDArray[np.bool_] = (bits[:, None] >> columns & 1).astype(bool)
         return done

@@ -104,12 +104,12 @@ def evaluate_ranking(
 ) -> dict[str, float]:
     """Scores the candidates of windows.
 
-    Several processes score a batch each at a time. All of them do so as often, since a model that
-    is divided among them computes on all at once; one that has no batch left scores the last again.
-    The logits are brought into the order of the batches, so that metrics are those of one process.
+    Several processes each score one batch at a time. All of them score equally often, because a
+    sharded model computes on all processes at once; a process without a batch scores its last one
+    again. The logits are put into the order of the batches, so metrics equal those of one process.
 
     Args:
-        scorer: gives the logits.
+        scorer: returns the logits.
         data: the events.
         windows: for example those of the test.
         tasks: names of actions, the columns of the logits.

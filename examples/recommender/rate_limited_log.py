@@ -1,4 +1,4 @@
-"""A log that limits how often it warns of what clients can cause at any rate."""
+"""A log with a rate limit for warnings that clients can cause at any rate."""
 
 from __future__ import annotations
 

@@ -32,24 +32,25 @@ SMOOTHING = 0.02  # the weight of the latest answer in the average
 
 
 class LoadShedder:
-    """Refuses requests for scores that would be answered too late, before anything reads them.
+    """Sheds load: refuses requests for scores that would be answered too late, before reading them.
 
-    At an overload requests otherwise queue in the proxy and in replicas until their clients have
-    given up, while the processors are busy with answers that nobody waits for.
+    Otherwise, in an overload, requests queue in the proxy and in replicas until their clients have
+    given up, and the processors compute answers that nobody waits for.
 
-    A request is expected to wait for those under way, at the pace of the latest answers. If that
-    takes longer than `max_wait`, it is answered 503 with Retry-After. A client that has fewer under
-    way than an equal part of what may be is refused only at twice the wait, so that one which sends
-    much does not keep out others. `ALWAYS` requests may be under way however slow they are.
+    The expected wait of a request is the time for all pending requests at the pace of the latest
+    answers. If it is longer than `max_wait`, the request is answered 503 with Retry-After. A client
+    with fewer pending requests than its equal share is refused only at twice the wait, so that a
+    client with many requests does not shut out others. `ALWAYS` requests may be pending however
+    slow they are.
 
-    A request that is let in gets the header `X-Request-Start`, so that the time that it waits for
-    a replica counts for its deadline.
+    An admitted request gets the header `X-Request-Start`, so that the time that it waits for a
+    replica counts toward its deadline.
 
-    While Ray starts, its proxy answers 404, since it knows no application yet. That is answered 503
-    with Retry-After, too, because clients would give up for a 404.
+    While Ray starts, its proxy answers 404, because it knows no application yet. This becomes 503
+    with Retry-After, too, because clients do not retry a 404.
 
     Args:
-        max_wait: the seconds.
+        max_wait: the longest expected wait in seconds.
     """
 
     def __init__(self, max_wait: float) -> None:
@@ -61,7 +62,7 @@ class LoadShedder:
         self._last = 0.0  # when a request was answered, or the first of those under way came
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
-        """Returns an application that refuses for another one."""
+        """Wraps an application, and refuses requests in its place."""
 
         async def shedding(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or not scope["path"].endswith(MODEL_PATHS):
@@ -112,13 +113,13 @@ class LoadShedder:
         return max(total * self.seconds_each - self.max_wait, self.seconds_each)
 
     def begin(self, client: str, now: float) -> None:
-        """Counts a request that is let in."""
+        """Counts an admitted request."""
         if not self._under_way:
             self._last = now
         self._under_way[client] += 1
 
     def end(self, client: str, now: float, of_replica: bool = True) -> None:
-        """Counts its answer. The pace is that of the answers that replicas give."""
+        """Counts the answer of a request. Only answers of replicas change the pace."""
         self._under_way[client] -= 1
         if not self._under_way[client]:
             del self._under_way[client]
@@ -126,7 +127,7 @@ class LoadShedder:
             return
         self._answered += 1
         weight = max(1 / self._answered, SMOOTHING)
-        # An outage, in which nothing is answered, is no pace.
+        # An outage without any answer does not count as a pace.
         self.seconds_each += weight * (min(now - self._last, self.max_wait) - self.seconds_each)
         self._last = now
 
@@ -140,7 +141,7 @@ def is_unknown_path(message: Message) -> bool:
 
 
 def client_of(scope: Scope) -> str:
-    """Returns who asks, as a replica's queue tells clients apart: by token, or else by address."""
+    """Returns the client as in a replica's queue: identified by token, or else by address."""
     token = dict(scope["headers"]).get(b"authorization", b"")
     return token.decode("latin-1") or (scope.get("client") or ("",))[0]
 
@@ -149,8 +150,8 @@ class ProxyHTTP(LimitedHTTP):
     """A connection of a proxy, whose requests pass a `LoadShedder`.
 
     Args:
-        shedder: is shared by all connections.
-        arguments: those of `LimitedHTTP`.
+        shedder: the `LoadShedder` that all connections share.
+        arguments: the arguments of `LimitedHTTP`.
     """
 
     def __init__(self, *, shedder: LoadShedder, **arguments: Any) -> None:
@@ -172,12 +173,12 @@ def limit(
     arrival_timeout: float = TIMEOUT,
     max_wait: float = MAX_WAIT,
 ) -> None:
-    """Lets uvicorn, which the proxy starts next in this process, limit connections and requests.
+    """Makes uvicorn, which the proxy starts next in this process, limit connections and requests.
 
-    A function of your own that calls this one may have other limits.
+    For other limits, write a function that calls this one with other arguments.
 
     Args:
-        max_connections: how many may be open at a time, as `serve.py --max-connections`.
+        max_connections: the most open connections, as `serve.py --max-connections`.
         arrival_timeout: seconds for a request to arrive, and for the client to take its answer, as
             `serve.py --timeout`.
         max_wait: seconds that a request for scores may wait for others in the proxy and the

@@ -1,4 +1,4 @@
-"""FBGEMM's raw HSTU operators, for code that calls them past the Python function.
+"""FBGEMM's raw HSTU operators, for code that calls them directly.
 
 Importing this module registers the four operators
 
@@ -11,20 +11,19 @@ operator twice.) `fbgemm_gpu` itself may be imported before or after. All four r
 kernels for the device of `q`, a CPU or any GPU that it supports; the number in a name is FBGEMM's
 choice of kernel and chooses nothing here.
 
-The arguments have the meaning that they have in `hstu_attn_varlen_func`, which is also here, and
-are clamped as there. What the operators add to it:
+The arguments mean the same as in `hstu_attn_varlen_func`, which this module also has, and are
+clamped in the same way. The operators differ from it as follows:
 
 * The forward returns `(out, rab)`: the `rab` that the backward takes, its last dimension padded to
   a multiple of 8, or None without `rab`.
 * The backward returns `(dq, dk, dv, drab)`, with None for `drab` unless `has_drab` is set. Tensors
   given as `dq`, `dk` and `dv`, which may be strided views, are written and returned. `rab` may be
   padded or not.
-* `output_dtype` is 0 for bf16, 1 for fp16 and -1 for the dtype of `q`, which is the only dtype that
-  can be asked for.
-* `deterministic` asks for equal bits in every run.
-* No operator records gradients, which FBGEMM's do not either: whoever calls the forward calls the
-  backward. The operators trace (`torch.compile`, `torch.export`), except for a backward into given
-  tensors: the schema does not say that it writes them.
+* `output_dtype` is 0 for bf16, 1 for fp16 and -1 for the dtype of `q`; it must mean q's dtype.
+* `deterministic` asks for bitwise equal results in every run.
+* As in FBGEMM, no operator records gradients: the caller of the forward must call the backward.
+  The operators can be traced (`torch.compile`, `torch.export`), except for a backward into given
+  tensors, because the schema does not declare that it writes them.
 
 Errors are those of `hstu_attn_varlen_func`. The arguments of FP8 (`quant_mode`, `vt`, the descales
 and so on) raise NotImplementedError: FBGEMM quantizes in Python before it calls these operators,

@@ -1,4 +1,4 @@
-"""`hstu_mha` and `delta_hstu_mha` as Meta's generative-recommenders has them.
+"""`hstu_mha` and `delta_hstu_mha` with the arguments of Meta's generative-recommenders.
 
 A call written for `generative_recommenders.ops.hstu_attention` runs unchanged but for its import.
 The mask is the one of that library's PyTorch reference, in its terms: `max_attn_len = l` is the
@@ -8,8 +8,8 @@ On a CPU as on a GPU, `num_targets` is clamped to the length of its sequence, an
 last dimension is not contiguous is copied: see `hstu_attn.interface.clamped_attention`.
 
 TorchEasyRec and NVIDIA's recsys-examples derive their functions of these names from Meta's and add
-`scaling_seqlen`, TorchEasyRec also `attn_func`. Both arguments are accepted here, after those that
-Meta's functions have, so that a call which names them runs unchanged too.
+`scaling_seqlen`, TorchEasyRec also `attn_func`. Both arguments are accepted here, after Meta's
+arguments, so that a call which passes them by keyword runs unchanged too.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ def hstu_mha(
             each row, `(total,)`. It gets no gradient and must not require one.
         max_attn_len: how far back a row sees; 0 means everything.
         contextual_seq_len: contextual tokens, first in each sequence; they see everything but the
-            candidates. In a sequence whose tokens before the candidates are fewer than these, each
-            row sees itself alone.
+            candidates. In a sequence with fewer tokens than this before the candidates, each row
+            sees only itself.
         min_full_attn_seq_len: with `max_attn_len`, this many tokens at the end of the history, and
             the candidates, see everything before them.
         sort_by_length, kernel, enable_tma: hints about scheduling and the implementation. The
             result does not depend on them: this library chooses both.
         attn_func: an arbitrary mask as FBGEMM defines it, int32 `(1 or heads, n, >= total)` with
-            odd `n`: row `i` sees keys `[0, F0) U [F1, F2) U ...` of its sequence, as far as they
-            are not after it. It is the whole mask: it has to contain what `num_targets` and
-            `contextual_seq_len` say, which are ignored with it, and excludes `max_attn_len`.
+            odd `n`: row `i` sees keys `[0, F0) U [F1, F2) U ...` of its sequence, except later
+            ones. It replaces the mask of `num_targets` and `contextual_seq_len`, which are then
+            ignored, and excludes `max_attn_len`.
         scaling_seqlen: the scale is `1 / scaling_seqlen`; -1 means `max_seq_len`.
 
     Returns:
@@ -146,8 +146,8 @@ def delta_hstu_mha(
         num_targets, max_attn_len, contextual_seq_len: as for `hstu_mha`.
         kernel, enable_tma: hints that cannot change the result and are not used, as for `hstu_mha`.
         scaling_seqlen: the scale is `1 / scaling_seqlen`; -1 means `max_seq_len`.
-        attn_func: as for `hstu_mha`, `(1 or heads, n, >= batch * delta)`: a column for each row of
-            `delta_q`, with the positions of keys in the whole sequence.
+        attn_func: as for `hstu_mha`, but `(1 or heads, n, >= batch * delta)`: a column for each row
+            of `delta_q`, with the positions of keys in the whole sequence.
 
     Returns:
         `(batch * delta, heads, Dv)` of delta_q's dtype.
@@ -212,8 +212,8 @@ def _mask(
     if contextual_seq_len > 0:
         lengths = seq_offsets.diff()
         history = lengths if num_targets is None else lengths - num_targets.clamp(min=0)
-        # A sequence too short for its contextual tokens falls apart into rows that see themselves,
-        # which is what candidates without history do.
+        # In a sequence too short for its contextual tokens each row sees only itself, as candidates
+        # without a history do.
         complete = history >= contextual_seq_len
         num_contexts = complete.to(lengths.dtype) * contextual_seq_len
         num_targets = torch.where(complete, 0 if num_targets is None else num_targets, lengths)

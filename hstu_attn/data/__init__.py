@@ -8,7 +8,7 @@
 Besides MovieLens it reads Amazon reviews (`hstu_attn.data.amazon`), KuaiRand
 (`hstu_attn.data.kuairand`), and Parquet or CSV files by the names of their columns
 (`hstu_attn.data.parquet`).
-`BalancedBatchSampler` divides batches among ranks by what they cost.
+`BalancedBatchSampler` divides batches among ranks by their cost.
 
 It needs numpy and tqdm in addition to torch: `pip install hstu_attn[data]`.
 """

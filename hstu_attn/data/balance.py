@@ -1,14 +1,13 @@
-"""Dividing the sequences of a batch among ranks by what they cost, not by how many they are.
+"""Divides the sequences of a batch among ranks by their cost instead of their number.
 
-The time of a step is that of the rank with the most work. Attention grows with the square of a
-sequence's length, so that ranks with as many sequences, or even as many rows, differ widely:
+The rank with the most work determines the time of a step. The cost of attention grows with the
+square of a sequence's length, so ranks with equally many sequences, or rows, can differ widely:
 
     cost = AttentionCost.of_layer(config)               # a + b L for each of L rows, in FLOPs
     parts = balance(cost(lengths), num_ranks=8)         # parts[rank]: which sequences
     sampler = BalancedBatchSampler(lengths, cost, 1024, num_ranks=8, rank=rank, seed=0)
 
-Costs are integers and ties are broken by the seed, so each rank computes the same division by
-itself.
+Costs are integers and the seed breaks ties, so all ranks compute the same division independently.
 
 With 1,024 sequences of log-normal lengths (median 200, sigma 1, at most 8,192), 8 ranks and a layer
 of width 512 with 4 heads of 128, the most loaded rank has 1.31 times the mean load where sequences
@@ -45,7 +44,7 @@ class AttentionCost:
     Args:
         per_row: FLOPs of the linear layers for a row.
         per_pair: FLOPs of attention, all heads, for a pair.
-        causal: each row sees itself and what came before it.
+        causal: whether each row sees only itself and earlier rows.
         max_attn_len: how far back a row sees; 0 is no limit. Only where attention is causal.
     """
 
@@ -56,12 +55,12 @@ class AttentionCost:
 
     @staticmethod
     def of_layer(config: HSTULayerConfig, training: bool = True) -> AttentionCost:
-        """Returns the cost of a layer. That of a stack is a multiple of it and balances alike.
+        """Returns the cost of a layer. The cost of a stack is a multiple, with the same balance.
 
         Args:
-            config: the layer.
-            training: counts the backward pass: twice the forward of a linear layer, and five
-                products for the two of attention's forward.
+            config: the configuration of the layer.
+            training: whether to count the backward pass too: twice the forward of a linear layer,
+                and five matrix products for the two of attention's forward.
         """
         # Two FLOPs for each multiplication with its addition.
         linear = 2 * config.embedding_dim * (sum(config.split_sizes) + config.output_features)
@@ -91,16 +90,16 @@ def balance(
 ) -> list[NDArray[np.int64]]:
     """Divides sequences among ranks so that the largest sum of costs is small.
 
-    Costliest first, each sequence goes to the rank that has the least so far; that alone is at most
-    4/3 of the best division without `equal_counts`. Then the most loaded rank gives a sequence to
-    the least loaded, or exchanges one with it, as long as that helps and at most
-    `4 * num_ranks` times, each of which sorts what the two have. O(n log n) where lengths are
-    alike enough that each rank has about `n / num_ranks` sequences.
+    Sequences are assigned in order of decreasing cost, each to the rank with the least cost so far;
+    without `equal_counts` this greedy division has at most 4/3 of the optimal largest sum. Then the
+    most loaded rank gives a sequence to the least loaded one, or exchanges one with it, as long as
+    that helps and at most `4 * num_ranks` times. Each time the sequences of both ranks are sorted.
+    The time is O(n log n) if each rank has about `n / num_ranks` sequences.
 
     Args:
         costs: `(n,)` integers, not negative.
-        num_ranks: how many parts.
-        equal_counts: each rank has as many sequences as any other, or one more.
+        num_ranks: the number of parts.
+        equal_counts: whether the ranks' numbers of sequences may differ by one at most.
         seed: breaks ties. The same arguments give the same division everywhere.
 
     Returns:
@@ -128,7 +127,7 @@ def balance(
 
 
 def imbalance(costs: NDArray[np.int64], parts: list[NDArray[np.int64]]) -> float:
-    """Returns the largest load over the mean load, by which a step takes longer than it could."""
+    """Returns the largest load over the mean load: the slowdown of a step by the imbalance."""
     loads = [int(costs[part].sum()) for part in parts]
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
 
@@ -192,33 +191,33 @@ def _exchange(
 class BalancedBatchSampler(Sampler[list[int]]):
     """The sequences of one rank, batch by batch, for `DataLoader(batch_sampler=...)`.
 
-    Each epoch shuffles all sequences, cuts them into global batches and divides each of those among
-    the ranks by cost. Ranks need not talk to each other: they differ in `rank` alone. Every rank
-    has as many batches as any other, and none is empty. The global batches are the same for every
-    number of ranks: sequences at the end that are fewer than half a batch go into the batch before.
+    Each epoch shuffles all sequences, cuts them into global batches and divides each batch among
+    the ranks by cost. Ranks do not communicate: their samplers differ only in `rank`. All ranks
+    have equally many batches, and no batch is empty. The global batches are the same for every
+    number of ranks: if fewer than half a batch of sequences is left over, they join the last batch.
 
-    An iteration goes through what is left of an epoch. The loader may draw batches ahead, so the
-    training loop says what it has done, and the position is saved with the model:
+    An iteration yields the remaining batches of an epoch. Since a loader may prefetch batches, the
+    training loop calls `advance` after each step, and the position is saved with the model:
 
         while training:
             for batch in loader:                        # of this sampler
                 ...
                 sampler.advance()
 
-    NOTE: ranks have different numbers of sequences and rows. A loss that is a mean over rows is to
-    be weighted by the fraction of the global batch's rows that a rank has, before gradients are
-    averaged, as `hstu_attn.distributed.global_mean` does.
+    NOTE: ranks have different numbers of sequences and rows. Before gradients are averaged, a loss
+    that is a mean over rows must be weighted by the rank's fraction of the global batch's rows, as
+    `hstu_attn.distributed.global_mean` does.
 
     Args:
         lengths: `(n,)`, rows of each sequence, positive.
         cost: the cost of sequences by their lengths.
         global_batch_size: sequences of a batch over all ranks.
-        num_ranks: how many ranks there are.
-        rank: this one.
-        seed: the seed of the order; the order of an epoch depends on it and on the epoch alone.
-        equal_counts: the ranks' batches hold equally many sequences, but for one.
-        drop_last: leaves out the last global batch of an epoch if it is smaller.
-        shuffle: otherwise global batches are consecutive sequences.
+        num_ranks: the number of ranks.
+        rank: this rank.
+        seed: the seed of the order, which depends only on the seed and the epoch.
+        equal_counts: whether the ranks' numbers of sequences in a batch may differ by one at most.
+        drop_last: whether to leave out the last global batch of an epoch if it is smaller.
+        shuffle: whether to shuffle; if False, global batches are consecutive sequences.
 
     Raises:
         ValueError: arguments out of range, or too few sequences for every rank to have one in each
@@ -282,7 +281,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self.set_epoch(self.epoch + 1)
 
     def state_dict(self) -> SamplerState:
-        """Returns the position: the epoch, and how many of its batches are done.
+        """Returns the position: the epoch, and the number of its batches that are done.
 
         The position is the same on all ranks, and can be loaded with any number of ranks.
         """

@@ -43,11 +43,11 @@ class JaggedBatch:
         items: `(total,)` int64, the events seen.
         timestamps: `(total,)` int64, when they happened.
         target_items: `(total,)` int64, the next event of each row.
-        target_timestamps: `(total,)` int64, when that happens: the time of the prediction.
-        actions: `(total,)` int64, what the user did about `items`, as the bits of
-            `hstu_attn.data.kuairand.ACTIONS`; None where the log does not have them.
-        target_actions: `(total,)` int64, the same of `target_items`: what a ranking model
-            learns.
+        target_timestamps: `(total,)` int64, the time of the next event: the time of the prediction.
+        actions: `(total,)` int64, the user's actions on `items`, as the bits of
+            `hstu_attn.data.kuairand.ACTIONS`; None if the log does not have them.
+        target_actions: `(total,)` int64, the user's actions on `target_items`, the labels of a
+            ranking model.
     """
 
     users: Tensor
@@ -61,19 +61,19 @@ class JaggedBatch:
 
     @property
     def total(self) -> int:
-        """Returns how many rows the sequences have; on a GPU the host waits for it."""
+        """Returns the number of rows of all sequences; on a GPU this synchronizes."""
         return int(self.seq_offsets[-1])
 
     def to(self, device: torch.device) -> JaggedBatch:
-        """Copies the batch to another device by one copy that the host does not wait for."""
+        """Copies the batch to another device by one asynchronous copy."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         return replace(self, **dict(zip(given, upload([*given.values()], device), strict=True)))
 
     def padded(self) -> JaggedBatch:
-        """Appends empty sequences, and rows that are in no sequence, so that few shapes occur.
+        """Pads the batch with empty sequences and unused rows, so that few shapes occur.
 
-        The number of sequences becomes a power of two, and that of rows a `padded_size`.
+        The number of sequences becomes a power of two, and the number of rows a `padded_size`.
         """
         sequences = padded_size(len(self.users), 1)
         rows = {
@@ -174,20 +174,20 @@ class SamplerState(TypedDict):
 
 
 class BatchSampler(Iterator[NDArray[np.int64]]):
-    """Draws batches of sequences without end, each sequence once an epoch.
+    """Draws batches of sequences endlessly, each sequence once per epoch.
 
     With `tokens_per_batch`, sequences are shuffled, sorted by length within pools of some batches,
     and cut where a batch would exceed that many rows; then the batches are shuffled. So the
-    sequences of a batch are about as long as each other and each batch holds about the same number
-    of rows. With `sequences_per_batch`, they are shuffled and cut into batches of that many, of
-    which the last may have fewer. The order depends on `seed` and the epoch alone.
+    sequences of a batch have similar lengths, and batches have similar numbers of rows. With
+    `sequences_per_batch`, sequences are shuffled and cut into batches of that many; the last batch
+    may have fewer. The order depends only on `seed` and the epoch.
 
     Args:
         lengths: `(n,)`, rows of each sequence.
-        tokens_per_batch: a batch has no more rows than this, but for a single longer sequence.
+        tokens_per_batch: the most rows of a batch, unless it is a single longer sequence.
         seed: the seed of the order.
-        sequences_per_batch: how many sequences a batch has; either this or `tokens_per_batch` is
-            given, and the other is None.
+        sequences_per_batch: the number of sequences of a batch. Exactly one of
+            `tokens_per_batch` and `sequences_per_batch` is given.
 
     Raises:
         ValueError: there is no sequence, both sizes or none are given, or one is not positive.
@@ -227,11 +227,11 @@ class BatchSampler(Iterator[NDArray[np.int64]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Returns the number of batches of the epoch under way."""
+        """Returns the number of batches of the current epoch."""
         return len(self._batches)
 
     def state_dict(self) -> SamplerState:
-        """Returns the position: the epoch, and how many of its batches have been drawn."""
+        """Returns the position: the epoch, and the number of its batches that have been drawn."""
         return {"epoch": self.epoch, "batch": self.batch}
 
     def load_state_dict(self, state: SamplerState) -> None:

@@ -46,21 +46,21 @@ class EventLog:
     keep the order of the file, unless `open_event_log` was given other `ties`.
 
     Attributes:
-        user_ids: `(num_users,)` int64, the source's ids, increasing; where those are text, the
+        user_ids: `(num_users,)` int64, the source's user ids, increasing; if the ids are text, the
             numbers from 0.
-        item_ids: `(num_items,)` int64, the same of items. With the catalog of the titles they
-            include items without events.
-        user_keys: `(num_users,)`, the source's ids where they are text (ASCII), increasing;
+        item_ids: `(num_items,)` int64, the item ids likewise. With `catalog="titles"` they include
+            items without events.
+        user_keys: `(num_users,)`, the source's user ids if they are text (ASCII), increasing;
             otherwise None.
-        item_keys: `(num_items,)`, the same of items.
+        item_keys: `(num_items,)`, the source's item ids likewise.
         offsets: `(num_users + 1,)` int64.
         items: `(num_events,)` int32, indices into `item_ids`.
         ratings: `(num_events,)` float32.
         timestamps: `(num_events,)` int64, seconds.
-        columns: what else the layout has of each event, by name, `(num_events,)` each.
-        titles: one per item; its id where the source has no title.
-        directory: holds the preprocessed form.
-        manifest: what was read, kept and refused, and the fingerprint.
+        columns: further columns of the layout, by name, `(num_events,)` each.
+        titles: the title of each item, or its id if the source has no title.
+        directory: the directory of the preprocessed form.
+        manifest: counts of read, kept and rejected events, and the fingerprint.
         malformed_report: a file that lists every malformed line.
     """
 
@@ -103,12 +103,12 @@ class EventLog:
 
     @property
     def source_user_ids(self) -> Sequence[int | str]:
-        """The source's ids of all users, in their order; text where the source's are."""
+        """The source's ids of all users, in the log's order; text if the source's ids are text."""
         return _source_ids(self.user_ids, self.user_keys)
 
     @property
     def source_item_ids(self) -> Sequence[int | str]:
-        """The source's ids of all items, in their order; text where the source's are."""
+        """The source's ids of all items, in the log's order; text if the source's ids are text."""
         return _source_ids(self.item_ids, self.item_keys)
 
     def user_name(self, user: int) -> str:
@@ -126,7 +126,7 @@ class EventLog:
         return place if place < self.num_users and self.user_name(place) == name else None
 
     def describe(self) -> str:
-        """Returns some lines that say what was read and what was left out."""
+        """Returns a summary, in some lines, of the events that were read and left out."""
         manifest = self.manifest
         # Preprocessed forms that were made before `catalog` existed do not have this number.
         eventless = manifest.get("eventless_items", 0)
@@ -179,8 +179,8 @@ def open_event_log(
 ) -> EventLog:
     """Opens files of events, preprocessing them if that has not been done.
 
-    Preprocessing needs memory for the different users and items, not for the events unless `ties`
-    is "quicksort", and while it runs up to 100 bytes an event in `cache_dir`.
+    Preprocessing needs memory for the distinct users and items, and for the events only if `ties`
+    is "quicksort". While it runs, it needs up to 100 bytes per event in `cache_dir`.
 
     Args:
         source: one of these, each also with a name that ends in .gz:
@@ -199,27 +199,27 @@ def open_event_log(
             "parquet" or "csv"; None finds it by a name that ends in .parquet, by `columns`, or by
             the first line.
         columns: the names of the columns of Parquet files, or of text files with a header, by
-            feature: "user", "item", "timestamp" and "rating". A feature that is left out has a
-            column of its own name; with None, all have.
-        only: keeps only the events with that action, for example "long_view", where the layout has
+            feature: "user", "item", "timestamp" and "rating". A missing feature has a column of
+            the feature's name; None means that for all features.
+        only: keeps only the events with this action, for example "long_view", if the layout has
             actions.
         min_user_events: leaves out users with fewer events.
         min_item_events: leaves out items with fewer events. Both are applied once, together, to
             counts of the events that `only` keeps: users and items that are left may have fewer
             events afterwards. Users with fewer than 3 events are left out in the end.
-        catalog: which items the log has. "log" is those that have events. "titles" is all items of
-            MovieLens's file of titles, with or without events, and those that have events but no
-            title; items that `min_item_events` leaves out of the events stay in the catalog.
-        ties: the order of a user's events of equal times. "log" is that of the source. "quicksort"
-            is the one in which NumPy's quicksort, which is not stable, leaves the times of all
-            events: pandas sorts by it unless it is told otherwise, and generative-recommenders
-            prepared the published data so. It takes 24 bytes of memory for each event, and
-            processors with other vector instructions get other orders.
+        catalog: the items of the log. "log" means items with events. "titles" means all items of
+            MovieLens's file of titles, with or without events, and items with events but no title;
+            items whose events `min_item_events` leaves out stay in the catalog.
+        ties: the order of a user's events with equal times. "log" is the order of the source.
+            "quicksort" is the order after NumPy's quicksort, which is not stable, of the times of
+            all events. It is the default of pandas, with which generative-recommenders prepared the
+            published data. It takes 24 bytes of memory for each event, and the order may differ
+            between processors with different vector instructions.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: an unknown layout, a wrong header, a malformed line, no user with enough events,
-            or no titles where `catalog` wants them.
+            or no titles with `catalog="titles"`.
     """
     for name, least in (("min_user_events", min_user_events), ("min_item_events", min_item_events)):
         if least < 1:
@@ -270,7 +270,7 @@ def _fingerprint(
     min_user_events: int,
     min_item_events: int,
 ) -> dict[str, Any]:
-    """Returns what the preprocessed form depends on."""
+    """Returns the data on which the preprocessed form depends."""
     files = []
     for path in [*sources, *(path for source in sources for path in layout.companions(source))]:
         status = path.stat()
@@ -291,7 +291,7 @@ def _source_name(sources: list[Path]) -> str:
 
 
 def _remove_stale(root: Path, sources: list[Path], fingerprint: dict[str, Any]) -> None:
-    """Removes what was made from earlier states of the source."""
+    """Removes preprocessed forms of earlier versions of the source."""
     current = [fingerprint[name] for name in ("format", "files")]
     for path in root.glob(f"{sources[0].name}-*/manifest.json"):
         manifest = json.loads(path.read_text())

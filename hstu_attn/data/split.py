@@ -27,9 +27,9 @@ class Windows:
     event after it is its target.
 
     Attributes:
-        users: `(n,)` int64, whose events.
+        users: `(n,)` int64, the user of each run.
         starts: `(n,)` int64, the first event of each run.
-        ends: `(n,)` int64, one past its last.
+        ends: `(n,)` int64, one past the last event of each run.
     """
 
     users: NDArray[np.int64]
@@ -59,12 +59,12 @@ def training_windows(
     """Returns the training events, in sequences of at most `max_seq_len` rows.
 
     A longer history is cut from its recent end, so only its oldest sequence is short. The target of
-    the last row of each cut is the first input of the next.
+    the last row of a sequence is the first input of the next sequence.
 
     Args:
         log: the events.
         max_seq_len: rows of the longest sequence.
-        before: the training events are those before the one that this split holds out.
+        before: the split before whose held-out event the training events end.
         latest_only: keeps only the most recent sequence of each user.
     """
     limits = log.offsets[1:] - HELD_OUT[before]

@@ -40,9 +40,9 @@ class Block:
         numbers: `(lines,)` int64, the number of each line in the file, from 1.
         data: the bytes of the lines.
         starts: `(lines, columns)`, where each field begins in `data`.
-        stops: `(lines, columns)`, one past its end.
+        stops: `(lines, columns)`, one past the end of each field in `data`.
         malformed: where malformed lines are reported; None means that the first one is an error.
-        reasons: why lines of these numbers are malformed, with their text.
+        reasons: the reason and the text of each malformed line, by line number.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Block:
         """Reports the malformed lines of the columns converted so far, in the order of the lines.
 
         Returns:
-            `(lines,)`, which lines are not among them.
+            `(lines,)`, True for the lines that are not malformed.
         """
         if self.malformed is None or not self.reasons:
             return np.ones(len(self), bool)
@@ -108,7 +108,7 @@ class Block:
         return keys
 
     def decimal(self, name: str, least: float, most: float) -> NDArray[np.float32]:
-        """Converts a column of decimal numbers of which few are different.
+        """Converts a column of decimal numbers with few distinct values.
 
         Raises:
             ValueError: a field that is something else, or is not from `least` to `most`, where
@@ -178,17 +178,17 @@ def read_table(
 
     Args:
         path: the file.
-        names: the names of all columns in their order; with a header, of those that it must name,
-            in any order and among others.
+        names: the names of all columns in their order; with a header, the required columns in any
+            order.
         has_header: whether the first line names the columns.
         progress: shows a progress bar.
-        delimiter: between the fields of a line, one byte or more; None finds it in the header.
-        malformed: where malformed lines go, which `Block.report` leaves out; None means that they
-            are errors.
+        delimiter: the separator of fields, one byte or more; None detects it from the header.
+        malformed: where malformed lines are reported, which `Block.report` leaves out; None means
+            that they are errors.
 
     Raises:
-        ValueError: a header without one of the columns, or, without `malformed`, a line with
-            another number of fields.
+        ValueError: a header without one of the columns, or, without `malformed`, a line with a
+            wrong number of fields.
     """
     line = 1
     with open_bytes(path, progress) as (file, moved):
@@ -223,12 +223,12 @@ def read_table(
 
 
 def delimiter_of(header: bytes) -> bytes:
-    """Returns what separates the names of a header: a tab if it has one, otherwise a comma."""
+    """Returns the delimiter of a header: a tab if it contains one, otherwise a comma."""
     return b"\t" if b"\t" in header else b","
 
 
 def _places(text: bytes, data: NDArray[np.uint8], delimiter: bytes) -> NDArray[np.int64]:
-    """Returns where the delimiter is; where it would overlap itself, the first counts."""
+    """Returns the positions of the delimiter; of overlapping matches only the first counts."""
     at = data == delimiter[0]
     for place, byte in enumerate(delimiter[1:], start=1):
         at[:-place] &= data[place:] == byte
@@ -248,10 +248,10 @@ def _split(
     delimiter: bytes,
     malformed: MalformedLines | None,
 ) -> tuple[Block, int]:
-    """Returns the lines that have as many fields as there are names, and how many lines there are.
+    """Returns the lines with one field per name, and the number of all lines.
 
-    The others are in `Block.reasons`. Without `malformed`, that is only the first of them, and the
-    block has the lines before it.
+    Malformed lines are in `Block.reasons`. Without `malformed`, only the first one is, and the
+    block ends before it.
     """
     data = np.frombuffer(text, np.uint8)
     breaks = np.flatnonzero(data == LINE_BREAK)

@@ -2,15 +2,15 @@
 
     launch              starting the ranks' processes, and failing together
     embedding           embedding tables whose rows are divided among the ranks
-    parallel            data parallelism of everything else, and losses and clipping that are the
+    parallel            data parallelism of other modules, and losses and clipping that are the
                         same on any number of ranks
     context_parallel    sequences that are divided among ranks, for more tokens than a GPU should
                         hold; context_rows says which rows a rank has
     tensor_parallel     layers whose heads are divided among ranks
-    checkpoint          saving and loading, on another number of ranks if need be
-    torchrec_tables     tables by torchrec, where it is installed
+    checkpoint          saving, and loading on any number of ranks
+    torchrec_tables     embedding tables of torchrec, if it is installed
 
-Nothing here is imported before it is asked for.
+All modules are imported lazily.
 """
 
 from importlib import import_module

@@ -7,10 +7,10 @@
 
 `directory/step-000000001000/` is a checkpoint by `torch.distributed.checkpoint` (the model with its
 divided tables, and the optimizers' state, each rank writing what it owns), next to `run.pt` (the
-step, and the position of whatever else is given) and `rank-00000.pt` .. (each rank's random
-generators). It is written under another name and gets its own when it is whole on the disk, so that
-a kill at any moment leaves the last whole one. All ranks see one directory, on machines apart by a
-shared file system.
+step, and the states of other objects) and `rank-00000.pt` .. (each rank's random generators). It is
+written under a temporary name and renamed when it is complete on the disk, so that a kill at any
+moment leaves the last complete checkpoint. All ranks must see the same directory; several machines
+need a shared file system.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["Checkpoints"]
 # "replaced" is a whole checkpoint too: see _publish.
 _NAME = re.compile(r"step-(\d{12})(\.replaced)?")
 
-# State by the name of its parameter, so that optimizers may group parameters otherwise.
+# Optimizer state is keyed by parameter name, so that parameter groups may change.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -65,9 +65,9 @@ class Checkpoints:
     group may use it, too.
 
     Args:
-        directory: holds them; made if absent.
-        keep: how many stay: the one just saved and the newest others.
-        group: the group of all ranks; its collectives are to work on the CPU (gloo, or
+        directory: the directory of the checkpoints; made if absent.
+        keep: the number of checkpoints to keep: the one just saved and the newest others.
+        group: the group of all ranks; its collectives must work on the CPU (gloo, or
             "cpu:gloo,cuda:nccl"). None is the default group.
     """
 
@@ -83,7 +83,7 @@ class Checkpoints:
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def steps(self) -> list[int]:
-        """Returns the steps of which there is a checkpoint, in order."""
+        """Returns the steps that have a checkpoint, in order."""
         return sorted(self._found())
 
     def save(
@@ -96,16 +96,16 @@ class Checkpoints:
         """Saves a checkpoint of the step, replacing one that exists.
 
         Args:
-            step: how many steps of the optimizers are done.
-            model: plain, or made by `hstu_attn.distributed.parallelize`.
-            optimizers: the optimizers of the model's parameters. Those of torchrec's tables are
-                saved with them.
-            others: what has `state_dict` and `load_state_dict`, as a sampler or a scheduler;
-                the states are small, of tensors and plain Python values, and the same on all ranks;
-                those of the first rank are written.
+            step: the number of completed optimizer steps.
+            model: a plain model, or the result of `hstu_attn.distributed.parallelize`.
+            optimizers: the optimizers of the model's parameters. The optimizers of torchrec's
+                tables are saved as well.
+            others: objects with `state_dict` and `load_state_dict`, such as a sampler or a
+                scheduler. Their states must be small, of tensors and plain Python values, and the
+                same on all ranks; the first rank writes them.
 
         Returns:
-            Where it is.
+            The path of the checkpoint.
         """
         if not 0 <= step < 10**12:
             raise ValueError(f"step: expected 0 to 10^12 - 1, got {step}")
@@ -126,7 +126,7 @@ class Checkpoints:
                 storage_writer=FileSystemWriter(temporary, sync_files=True),
                 process_group=self.group,
             )
-        # The first rank has by now heard from every other that it wrote all it had to.
+        # By now every rank has told the first rank that it has written its part.
         if self.rank == 0:
             self._publish(temporary, final)
         self._barrier()
@@ -149,16 +149,17 @@ class Checkpoints:
         Args:
             model: as in `save`; loaded in place.
             optimizers: as in `save`.
-            step: which one; None is the newest.
-            others: some of those that were saved, by the same names. They are loaded first, so that
-                one may refuse the checkpoint of another run by an error before anything else is.
+            step: the step of the checkpoint; None is the newest.
+            others: some of the objects that were saved, by the same names. They are loaded first,
+                so that one of them may raise an error for the checkpoint of another run before
+                anything else is loaded.
 
         Returns:
-            The step; None where `step` is None and there is no checkpoint.
+            The step; None if `step` is None and there is no checkpoint.
 
         Raises:
-            ValueError: there is none of `step`, or it lacks something of `others`.
-            RuntimeError: another rank cannot read what this one can.
+            ValueError: there is no checkpoint of `step`, or it lacks an object of `others`.
+            RuntimeError: another rank cannot read the checkpoint.
         """
         found = {number: path.name for number, path in self._found().items()}
         if dist.is_initialized():
@@ -199,7 +200,7 @@ class Checkpoints:
                 optimizer.state.pop(named[name], None)
         for name, optimizer in _fused_optimizers(model).items():
             optimizer.load_state_dict(state["fused"][name])
-            # This sets Adam's count of steps, which its state lacks.
+            # This sets Adam's step count, which the checkpoint's state lacks.
             optimizer.set_optimizer_step(wanted)
         if generators is not None:
             _restore_random_state(generators)
@@ -256,7 +257,7 @@ class Checkpoints:
             os.replace(final, replaced)
         os.replace(temporary, final)
         _sync_directory(self.directory)
-        # The checkpoint just saved stays, even if later ones exist from which a run has gone back.
+        # The checkpoint just saved stays, even if a run has gone back from later ones.
         others = [path for _, path in sorted(self._found().items()) if path != final]
         left = {final, *others[max(0, len(others) + 1 - self.keep) :]}
         self._remove(
@@ -293,7 +294,7 @@ def _state_of(
 def _state_to_save(
     model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the state without what torch makes up for optimizers that have made no step."""
+    """Returns the state without the placeholders that torch adds for optimizers without steps."""
     stepped = [set(optimizer.state) for optimizer in _as_list(optimizers)]
     state = _state_of(model, optimizers)
     made = set()

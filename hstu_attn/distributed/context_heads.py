@@ -1,12 +1,12 @@
 """Attention with a bias under context parallelism: ranks exchange rows for heads.
 
-A bias depends on where rows and keys are in the whole sequence, which a part of its keys does not
-show. So each rank gets all rows of a part of the heads, calls the operator as one process would,
-and returns the outputs to the ranks that hold the rows, as in Jacobs et al. 2023, "DeepSpeed
-Ulysses" (arXiv 2309.14509). Gradients take the same way back.
+A bias depends on the positions of rows and keys in the whole sequence, which a shard of the keys
+does not have. So each rank gets all rows of a part of the heads, calls the operator as one process
+would, and returns the outputs to the ranks that hold the rows, as in Jacobs et al. 2023, "DeepSpeed
+Ulysses" (arXiv 2309.14509). The backward exchanges gradients in the same way.
 
-With fewer heads than ranks, several ranks have the same head; each computes it for the rows of some
-of the ranks.
+With fewer heads than ranks, several ranks share a head; each of them computes the head for the rows
+of some of the ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def attend_by_heads(
     Args:
         batch: which rank holds which rows.
         q, k, v: `(local rows, heads, width)`.
-        call, bias: those of the whole sequences and all heads, as on every rank.
+        call, bias: the call and the bias of the whole sequences and all heads, equal on all ranks.
 
     Returns:
         `(local rows, heads, Dv)` of q's dtype.

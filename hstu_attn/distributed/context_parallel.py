@@ -1,16 +1,16 @@
 """Context parallelism: the rows of long sequences are divided among the ranks of a group.
 
 Each sequence of a packed batch is cut into `2 * world` chunks, and rank `r` holds chunks `r` and
-`2 * world - 1 - r` of it. Under a causal mask one is cheap and one is expensive, so that all ranks
-have the same work. Everything in a layer but attention goes row by row and needs nothing else. For
-attention, keys and values travel around the ring of the ranks while each computes what its rows
-take from the ones at hand. HSTU attention (Zhai et al. 2024, "Actions Speak Louder than Words",
+`2 * world - 1 - r` of it. Under a causal mask one chunk is cheap and one is expensive, so that all
+ranks have the same work. All of a layer but attention works on each row separately. For attention,
+keys and values travel around the ring of ranks, while each rank computes its rows' attention to the
+keys that it holds. HSTU attention (Zhai et al. 2024, "Actions Speak Louder than Words",
 arXiv 2402.17152, section 3.2) has no softmax, so the outputs for parts of the keys add up; they are
 added in fp32, in the order of the ring, and rounded once. The backward sends keys and values around
 again, and their gradients after them. With a bias, ranks exchange rows for heads instead:
 context_heads.py.
 
-A rank's rows are a packed batch too: of each sequence its first chunk, then its second.
+A rank's rows are a packed batch too: for each sequence the first chunk, then the second.
 
     rows = ContextBatch(seq_offsets, max_seq_len, group)    where the rows are; once for each batch
     x = rows.shard(x)                                       this rank's rows
@@ -86,25 +86,27 @@ def gather_rows(
 class ContextBatch:
     """The distribution of a packed batch's rows over the ranks of a group, for all layers.
 
-    Making one copies four numbers to the host, and the first call with a mask that is neither full
-    nor plainly causal copies which chunks of keys it lets this rank see; nothing else does. Every
-    rank must make it of the same offsets, and mask tensors must not change while it is in use.
+    The constructor copies four numbers to the host. The first call with a mask that is neither full
+    nor plainly causal also copies the list of key chunks that this rank sees. Nothing else
+    synchronizes with the host. Every rank must construct it from the same offsets, and mask tensors
+    must not change while it is in use.
 
     Args:
         seq_offsets: `(batch + 1,)` int32 or int64, the offsets of the whole sequences, from 0 up.
-        max_seq_len: no whole sequence is longer.
-        group: the ranks that share the sequences; None means all. Without `torch.distributed`, one.
+        max_seq_len: at least the length of the longest whole sequence.
+        group: the ranks that share the sequences; None means all ranks, or this process alone
+            without `torch.distributed`.
         sm_margin: streaming multiprocessors that attention leaves free on a GPU, for the
             communication that overlaps with it.
 
     Attributes:
         rank, world: this rank within the group, and the group's size.
-        rows: int64 `(local rows,)`: where in the packed batch each local row is.
-        positions: int64 `(local rows,)`: its position in its sequence.
+        rows: int64 `(local rows,)`: the index of each local row in the packed batch.
+        positions: int64 `(local rows,)`: the position of each local row in its sequence.
         offsets: int32 `(batch + 1,)`: the offsets of the sequences' local rows.
 
     Raises:
-        ValueError: for `seq_offsets` that are no vector of integers, or a negative `max_seq_len`.
+        ValueError: if `seq_offsets` is not a vector of integers, or for a negative `max_seq_len`.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class ContextBatch:
     def gather(self, local: Tensor) -> Tensor:
         """Returns the rows of all ranks, `(total, ...)`, from each rank's `(local rows, ...)`.
 
-        Differentiable: a row's gradient is the sum over the ranks of what each has for it.
+        Differentiable: a row's gradient is the sum of all ranks' gradients of the row.
         """
         self._check_rows("local", local)
         padded = self.to_slots(local)
@@ -199,12 +201,12 @@ class ContextBatch:
             mask: the mask of the whole packed batch; None means that rows see everything in their
                 sequence.
             bias: as for `hstu_attention` of the whole sequences, with the times of all rows and the
-                tensors of all heads. Gradients of its tensors are those of what this rank
-                computes; their sum over the group is the whole gradient.
+                tensors of all heads. The gradients of its tensors cover only the work of this rank;
+                their sum over the group is the whole gradient.
             alpha: factor of the biased scores.
             scaling_seqlen: `scale = 1 / scaling_seqlen`; -1 means the batch's `max_seq_len`.
-            quantization: as for `hstu_attention`. A scale or mean that serves a whole sequence or
-                tensor there is here that of the rows, keys and heads in one call of the operator.
+            quantization: as for `hstu_attention`, but a scale or mean of a whole sequence or tensor
+                is computed over the rows, keys and heads of one call of the operator.
 
         Returns:
             `(local rows, heads, Dv)` of q's dtype. Without a bias, the operator rounds each part of
@@ -333,7 +335,7 @@ def context_parallel_attention(
         k: `(local rows, heads, D)`.
         v: `(local rows, heads, Dv)`.
         cu_seqlens: `(batch + 1,)` int32 or int64, the offsets of the whole sequences.
-        max_seqlen: no whole sequence is longer.
+        max_seqlen: at least the length of the longest whole sequence.
         mask, bias, alpha, scaling_seqlen: as for `hstu_attention` of the whole sequences.
         group: the ranks that share the sequences; None means all.
         quantization: as in `ContextBatch.attention`.

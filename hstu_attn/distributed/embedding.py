@@ -8,14 +8,14 @@ Rank `r` of `n` owns the rows `r * ceil(rows / n) ..`; the parameter is a `DTens
 lookup sends ids to their owners, and rows come back; the backward pass sends the rows' gradients to
 the owners.
 
-Ids are sent once however often a batch has them. That costs little compared to the exchange itself:
-ids are to be grouped by owner anyway, which is a sort, and the owners need to know on the host how
-many come, so that one copy to the host is there anyway. `ShardedEmbedding.route` does this
-part, which depends on ids alone, ahead of time.
+Each distinct id of a batch is sent once. Removing duplicates costs little compared to the exchange:
+ids must be sorted by owner anyway, and the host must know how many ids each owner gets, so one copy
+to the host is needed anyway. `ShardedEmbedding.route` does this part, which depends only on ids,
+ahead of time.
 
-Gradients are the mean over ranks of what each rank's loss asks for, as `DistributedDataParallel`
-and `fully_shard` have it. With the loss of `hstu_attn.distributed.parallel.global_mean` on
-every rank that is the gradient of the mean over the global batch.
+Gradients are means of the ranks' gradients, as in `DistributedDataParallel` and `fully_shard`. With
+the loss of `hstu_attn.distributed.parallel.global_mean` on every rank, this is the gradient of the
+mean over the global batch.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class RoutedIds:
     """The places that the rows of a lookup come from; made by `ShardedEmbedding.route`.
 
     Attributes:
-        owned: `(received,)` int64, the rows of this rank's part that ranks ask for, by rank.
-        inverse: the shape of the ids, int64: for each the number of its row among the different
+        owned: `(received,)` int64, the local rows that ranks request, ordered by rank.
+        inverse: int64 of the shape of the ids: for each id, the index of its row among the distinct
             rows that come back.
-        sent: how many ids went to each rank.
-        received: how many came from each rank.
+        sent: the number of ids sent to each rank.
+        received: the number of ids received from each rank.
     """
 
     owned: Tensor
@@ -61,18 +61,18 @@ class ShardedEmbedding(nn.Module):
     Initial rows are normal with deviation `std` and depend on `name`, `seed` and the kind of
     device, not on the number of ranks.
 
-    NOTE: the gradient is dense in the rows that a rank owns, as that of `nn.Embedding`.
+    NOTE: the gradient is dense over the rows that a rank owns, as in `nn.Embedding`.
 
     Args:
         name: the name of the feature; errors name it.
         num_embeddings: rows of the table.
         embedding_dim: width of a row.
-        mesh: the ranks, one-dimensional. None is a table on this process alone, its parameter a
-            plain tensor. Nothing is sent where there is one rank.
+        mesh: the ranks, one-dimensional. None is a table of this process only, whose parameter is a
+            plain tensor. With one rank nothing is sent.
         std: deviation of the initial rows.
         seed: the seed of the initial rows.
-        output_dtype: rows are sent and returned in it, and so are a rank's gradients; those of
-            several ranks are summed in the table's dtype. None is the table's dtype.
+        output_dtype: the dtype in which rows and their gradients are sent, and rows returned; the
+            gradients of several ranks are summed in the table's dtype. None is the table's dtype.
         device: where the table is made; None is the mesh's device.
         dtype: floating dtype of the table.
     """

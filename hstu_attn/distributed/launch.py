@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of a run.
+    """The place of this process in a distributed run.
 
     Attributes:
-        rank: its number among all ranks.
-        local_rank: its number among those of its machine.
-        num_ranks: how many there are.
-        device: its GPU, or the CPU.
+        rank: the process's number among all ranks.
+        local_rank: the process's number among the ranks of its machine.
+        num_ranks: the number of ranks.
+        device: the process's GPU, or the CPU.
         mesh: all ranks, one-dimensional, `"data"`; None in a process that torchrun did not start.
     """
 
@@ -67,8 +67,8 @@ def run(
 
     Args:
         main: the program.
-        device_type: `"cuda"` or `"cpu"`; None is CUDA where there is any. Collectives of GPU
-            tensors use NCCL, those of CPU tensors gloo; a run on GPUs has both backends.
+        device_type: `"cuda"` or `"cpu"`; None is CUDA if available. Collectives use NCCL for GPU
+            tensors and gloo for CPU tensors; a run on GPUs has both backends.
         timeout: a collective that waits longer than this for another rank is an error.
 
     Returns:
@@ -124,10 +124,10 @@ def stop_together(problem: str | None, mesh: DeviceMesh | None) -> None:
         loss_sum = ...
         stop_together(None if loss_sum.isfinite() else f"the loss is {loss_sum} at {step}", mesh)
 
-    All ranks call it together. It is one small reduction and the host waits for it.
+    All ranks must call it together. It is one small all-reduce, for which the host waits.
 
     Args:
-        problem: None where all is well on this rank.
+        problem: the message of this rank; None if it has no problem.
         mesh: one-dimensional, the ranks; None is this process alone.
 
     Raises:

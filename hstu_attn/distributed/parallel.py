@@ -49,10 +49,10 @@ def parallelize(
     """Makes the gradients of all parameters means over the ranks of `mesh`.
 
     Parameters stay in their dtype, so that fp32 ones are the optimizer's master weights in either
-    strategy. With `compute_dtype` each `hstu_attn.layer.HSTULayer` casts what it is given
-    to it and computes in it: under `"ddp"` the layer casts its parameters where it uses them;
-    under `"fsdp2"` they are cast before they are gathered, which halves what is sent, and
-    gradients are reduced in fp32. Other modules compute in the dtype of their parameters.
+    strategy. Each `hstu_attn.layer.HSTULayer` casts its input to `compute_dtype` and computes in
+    it. Under `"ddp"` the layer casts its parameters where it uses them. Under `"fsdp2"` they are
+    cast before the all-gather, which halves the traffic, and gradients are reduced in fp32. Other
+    modules compute in the dtype of their parameters.
 
     Args:
         model: a model on its device. All ranks get the parameters and buffers of the first.
@@ -60,7 +60,7 @@ def parallelize(
         strategy: `"ddp"` keeps all parameters on every rank and reduces gradients;
             `"fsdp2"` divides parameters, gradients and optimizer state of each layer, and those
             of the rest of the model, among the ranks.
-        compute_dtype: the dtype of the HSTU layers; None is that of what they are given.
+        compute_dtype: the dtype in which HSTU layers compute; None is the dtype of their input.
         ignored_modules: modules inside the model that reduce their own gradients, in addition to
             `ShardedEmbedding`.
         find_unused_parameters: under `"ddp"`, allows parameters that a step does not use on this
@@ -161,15 +161,15 @@ def global_mean(local_sum: Tensor, count: int | Tensor, mesh: DeviceMesh | None)
     gradient of this mean.
 
     Args:
-        local_sum: floating scalar, the sum over this rank's part, 0 of an empty one.
-        count: how many were summed here.
+        local_sum: floating scalar, the sum over this rank's part of the batch, 0 if it is empty.
+        count: the number of terms in the sum.
         mesh: one-dimensional, the ranks; None is this process alone.
 
     Returns:
         A scalar of the dtype of `local_sum`; 0 where no rank has anything.
 
     Raises:
-        ValueError: for a `local_sum` that is no scalar.
+        ValueError: if `local_sum` is not a scalar.
     """
     if local_sum.dim() != 0:
         raise ValueError(f"local_sum: expected a scalar, got the shape {tuple(local_sum.shape)}")
@@ -182,8 +182,8 @@ def global_mean(local_sum: Tensor, count: int | Tensor, mesh: DeviceMesh | None)
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scales gradients so that the Euclidean norm of all of them together is at most `max_norm`.
 
-    Whole gradients count once, divided ones by the parts of all ranks, so that the norm is that of
-    the same model on one rank. All ranks call this together.
+    Replicated gradients count once and sharded gradients with the shards of all ranks, so the norm
+    is that of the same model on one rank. All ranks must call this together.
 
     Args:
         parameters: some may be DTensors, on any meshes, or belong to layers whose heads

@@ -12,7 +12,7 @@ heads; its mean and variance, or its mean square, are combined from those of the
 Then every rank calls the stack with the same rows and gets the same result. Parameters that all
 ranks hold (the input norm, the output bias, tables of a relative bias whose heads the ranks do not
 divide) get the same, whole gradient on each, and the sharded parameters the gradients of their
-shards: nothing is left to be synchronized.
+shards, so no gradient must be synchronized.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def _group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
 class TensorParallelHSTULayer(HSTULayer):
     """The heads of an `HSTULayer` that one rank holds; its `config` counts only these heads.
 
-    Where the configuration has dropout, each rank drops from the columns of its heads by its own
-    random numbers, even if torch's generators are in the same state on all ranks. They should be,
-    so that dropout outside of the layers is the same on all ranks.
+    With dropout, each rank uses its own random numbers for the columns of its heads, even if
+    torch's generators are in the same state on all ranks. The generators should be in the same
+    state, so that dropout outside of the layers is the same on all ranks.
 
     Args:
         layer: the whole layer, with equal parameters on all ranks.
@@ -364,7 +364,7 @@ def _sharded(module: nn.Module) -> dict[str, tuple[TensorParallelHSTULayer, int,
 
 
 def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the state of the module with undivided layers; every rank calls and gets all of it.
+    """Returns the state dict of the module with undivided layers; a collective of all ranks.
 
     Args:
         module: what `shard_heads` returned.
@@ -386,7 +386,7 @@ def shard_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str
 
     Args:
         module: what `shard_heads` returned.
-        state: the state of the same module before that.
+        state: the state dict of the same module before `shard_heads`.
 
     Example:
         >>> stack.load_state_dict(shard_state_dict(stack, torch.load(path)))

@@ -1,4 +1,4 @@
-"""Embedding tables by torchrec, for tables whose dense gradients would not fit in memory.
+"""Embedding tables of torchrec, for tables whose dense gradients would not fit in memory.
 
 torchrec's fused kernels update only the rows of a batch, in the backward pass.
 
@@ -57,10 +57,10 @@ class TorchrecTables(nn.Module):
                 and on one device.
 
         Returns:
-            By feature `(total, embedding_dim)`.
+            The rows of each feature, `(total, embedding_dim)`.
 
         Raises:
-            ValueError: other features, or ids of this rank that are no rows of their table.
+            ValueError: other features, or ids of this rank that are out of range.
         """
         from torchrec import KeyedJaggedTensor
 
@@ -95,13 +95,13 @@ def torchrec_embedding_collection(
 ) -> TorchrecTables:
     """Makes torchrec's `EmbeddingCollection`, its rows divided among ranks.
 
-    Gradients are means over ranks, as everywhere here. The tables' optimizer runs within the
-    backward pass, so `hstu_attn.distributed.clip_gradients` does not see their gradients, and
-    no other optimizer is to have their parameters.
+    Gradients are means over ranks, as everywhere in `hstu_attn.distributed`. The tables' optimizer
+    runs within the backward pass, so `hstu_attn.distributed.clip_gradients` does not see their
+    gradients, and no other optimizer may have their parameters.
 
     Args:
         tables: the number of rows and their width by feature; the width is the same for all.
-        mesh: one-dimensional, the ranks; also where there is one.
+        mesh: one-dimensional, the ranks; needed even for one rank.
         optimizer: the optimizer of the tables: `torch.optim.SGD`, `Adagrad` or, on GPUs, `Adam`, or
             one of torchrec, as `torchrec.optim.RowWiseAdagrad`.
         options: the options of the optimizer, such as `lr`.

@@ -23,12 +23,12 @@ class RequestOptions(TypedDict, total=False):
     """Keyword arguments of a request, such as the client that makes it; all are optional.
 
     Attributes:
-        at: the time at which the model is asked; None is that of the user's last event.
-        client: the client on whose behalf it is made; clients take turns in the queue.
+        at: the time at which the model is queried; None is the time of the user's last event.
+        client: the client that the request is made for; clients take turns in the queue.
         deadline: a time on the clock of `time.monotonic`. A request that still waits then is not
             computed, and its future raises DeadlineError.
-        request_id: the same for each attempt to make a request, for traces.
-        context: for an `UncachedModel`, what it reads of a request beside events and candidates.
+        request_id: an id for traces, which all attempts at the request share.
+        context: what an `UncachedModel` reads of a request besides events and candidates.
     """
 
     at: int | None
@@ -55,14 +55,14 @@ def result_of(future: Future[Answer], timeout: float | None) -> Answer:
 
 
 class Answers:
-    """Ends requests that have been computed, or cannot be, and counts them.
+    """Completes requests with their answers or errors, and counts them.
 
-    Whoever waits for an answer runs as soon as it is there. In the same process that holds up the
-    engine's thread, since only one thread at a time runs Python. So answers can be held until a
-    device has something to do.
+    A caller that waits for an answer runs as soon as the answer is set. If it is in the same
+    process, it delays the engine's thread, because both need the GIL. So answers can be held until
+    the device has work.
 
     Args:
-        counters: count what becomes of requests.
+        counters: count how requests end.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -70,17 +70,17 @@ class Answers:
         self._held: list[tuple[Request, Any]] = []
 
     def hold(self, answered: Sequence[tuple[Request, Any]]) -> None:
-        """Keeps answers until `hand_out`, which the same thread is to call."""
+        """Keeps answers until the same thread calls `hand_out`."""
         self._held += answered
 
     def hand_out(self) -> None:
-        """Gives the answers that are held."""
+        """Sets the answers that `hold` has kept."""
         held, self._held = self._held, []
         if held:
             self.give(held)
 
     def give(self, answered: Sequence[tuple[Request, Any]]) -> None:
-        """Gives requests, which are running, their answers."""
+        """Sets the answers of requests whose futures are running."""
         now = time.monotonic()
         with self._counters.change() as stats:
             stats.completed += len(answered)

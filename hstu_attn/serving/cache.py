@@ -32,17 +32,17 @@ Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class CacheStats(NamedTuple):
-    """Counts of what a cache holds, and of what has become of its users.
+    """Counts of a cache's pages, users, hits and evictions.
 
-    `used_pages` are all but `free_pages`; `pinned_pages` are those of users in open steps. `hits`
-    and `misses` count users of finished steps that were found with and without tokens, `evictions`
-    users who lost their pages on the device.
+    `used_pages` are all pages but `free_pages`; `pinned_pages` are the pages of users in open
+    steps. `hits` and `misses` count the users of finished steps that had and had no cached tokens;
+    `evictions` counts the users who lost their pages on the device.
 
-    `host_users` have their tokens in the host tier, and so have `returning_users`, whom open steps
-    bring back and who are in both tiers until then. `host_hits` are the hits that came back
-    from the host. `losses` count users whose tokens are lost: evicted where the host had no room,
-    or least recently used on the host when it had to take others. `bytes_to_host` and
-    `bytes_from_host` have been copied.
+    `host_users` counts the users whose tokens are only in the host tier, and `returning_users`
+    those whom open steps bring back, who are in both tiers until the step ends. `host_hits` counts
+    the hits that came from the host tier. `losses` counts the users whose tokens were dropped,
+    because the host tier had no room for them or needed their room for others. `bytes_to_host` and
+    `bytes_from_host` count the bytes copied.
     """
 
     free_pages: int
@@ -65,23 +65,23 @@ class CacheStats(NamedTuple):
 class CacheStep:
     """One batch's use of a cache: what `PagedKVCache.step` yields.
 
-    The batch has `B` users and `N` tokens to write: of each user those that are written again, then
-    the new ones.
+    The batch has `B` users and `N` tokens to write: for each user the rewritten tokens, then the
+    new ones.
 
     The tensors are made together, when one of them is first read or used, or by `upload`. On a GPU
     this is an asynchronous copy on the current stream, so do it before a CUDA graph is captured.
 
     Attributes:
-        cached_lens: int32 `(B,)` tokens of each user from before the step that stay as they are; 0
-            for an unknown user.
+        cached_lens: int32 `(B,)` cached tokens of each user that the step does not rewrite; 0 for
+            an unknown user.
         slots: int32 `(N,)` `page * page_size + offset` of each token to write, in batch order.
-        page_offsets: int32 `(B + 1,)`, as in `PagedKV`; the new tokens have their place already.
+        page_offsets: int32 `(B + 1,)`, as in `PagedKV`, including the pages of the new tokens.
         page_ids: int32 `(page_offsets[-1],)`.
         last_page_lens: int32 `(B,)`.
         host_tables: `page_offsets`, `page_ids`, `last_page_lens`, `cached_lens` and `slots` as
             arrays.
-        is_returning: whether users are brought back from the host, so that the rows of the next
-            layers may still be on their way.
+        is_returning: whether the step copies users' pages back from the host; the copies of later
+            layers may still be running.
     """
 
     __slots__ = (
@@ -143,7 +143,7 @@ class CacheStep:
             others: tensors on the CPU, of any shapes and dtypes.
 
         Returns:
-            The copies of the others, as by `hstu_attn.upload.upload`.
+            The copies of `others`, as by `hstu_attn.upload.upload`.
         """
         arrays = map(torch.from_numpy, others)
         tables, *rest = upload([self._on_host, *arrays], self._kv_cache.device)
@@ -168,7 +168,7 @@ class CacheStep:
         Args:
             layer: the number of the layer, from 0.
             k: `(N, heads, head_dim)` in batch order, of the cache's dtype and on its device. For a
-                float8_e4m3fn cache of another floating dtype: it is quantized, as by
+                float8_e4m3fn cache, k has another floating dtype and is quantized as by
                 `append_paged_kv`.
             v: the same for values.
 
@@ -230,10 +230,10 @@ class PagedKVCache:
     and none waits for a GPU. The GPU work of all steps must be ordered, by one stream or by events:
     a page that is freed while a kernel still reads it may be written by the next step.
 
-    With `host_pages`, users who are evicted keep their tokens in host memory while there is room
-    there, or users to drop who were used less recently. A step brings its users back: a layer's
-    rows are there for what is computed after the step's `paged_kv` or `append` of that layer, and
-    those of the following layers are copied meanwhile.
+    With `host_pages`, the pages of evicted users move to host memory, which drops its least
+    recently used users when it is full. A step copies the pages of its users back: a layer's rows
+    are ready for work queued after the step's `paged_kv` or `append` of that layer, and the copies
+    of later layers overlap with that work.
 
     Args:
         num_layers: layers of the model; one page id names that page of every layer.
@@ -241,17 +241,17 @@ class PagedKVCache:
         page_size: tokens of a page: 16, 32, 64, 128 or 256.
         heads: attention heads.
         head_dim: the head dim of keys and of values.
-        dtype: the dtype of the cache. With float8_e4m3fn, rows of any floating dtype are kept in a
-            byte an element, and a scale for each row and head.
+        dtype: the dtype of the cache. With float8_e4m3fn, rows of any floating dtype are stored as
+            one byte per element, with a scale for each row and head.
         device: the device of the cache; None means torch's default device.
-        evict: whether users in no open step lose their pages, the least recently used first, when a
-            batch finds too few free ones. If not, that is an error.
+        evict: whether a batch that finds too few free pages evicts users that are in no open step,
+            the least recently used first; False raises an error instead.
         host_pages: pages of the same size in host memory, pinned if the device is a GPU (torch then
             takes a power of two of bytes); only with `evict`.
 
     Attributes:
         kv_cache: `(num_layers, num_pages, 2, page_size, heads, head_dim)`, index 0 keys, 1 values.
-            Those of a step's users are there after the step's `paged_kv` of the layer.
+            A layer's rows of a step's users are valid after the step's `paged_kv` of that layer.
         kv_scales: float32 `(num_layers, num_pages, 2, page_size, heads)` of a float8_e4m3fn cache,
             as in `PagedKV`; else None.
 
@@ -312,27 +312,28 @@ class PagedKVCache:
     ) -> Iterator[CacheStep]:
         """Makes room for a batch's new tokens, and pins its users until the block is left.
 
-        An exception inside the block drops the new tokens again: lengths, pages and cached rows are
-        as before, but for users evicted meanwhile, and for rows that the block has written again
-        (a user who was on the host is there again, and its rows are as they were).
-        Without one, every token of the step must have been written in every layer when the block is
-        left.
+        An exception inside the block drops the new tokens: lengths, pages and cached rows are as
+        before, except for users evicted meanwhile and for rows that the block has rewritten.
+        (A user who came from the host tier is back in it, with all rows unchanged.)
+        When the block ends without an exception, every token of the step must have been written in
+        every layer.
 
         Args:
             users: `(B,)` ids on the CPU, each once, none of them in another open step.
-            new_tokens: `(B,)` how many tokens of each are new.
-            cached_lens: `(B,)` how many the caller takes to be cached, by an earlier `lookup`, say,
-                since which another thread may have evicted a user. None means any number.
-            rewritten: `(B,)` how many of each user's last cached tokens are written again, for rows
-                that depend on what follows them. None means none.
+            new_tokens: `(B,)` the number of new tokens of each user.
+            cached_lens: `(B,)` the numbers of cached tokens that the caller expects, for example
+                from an earlier `lookup`; another thread may have evicted a user since. None accepts
+                any.
+            rewritten: `(B,)` how many of each user's last cached tokens are rewritten, because
+                their rows depend on later tokens. None means none.
 
         Yields:
             A `CacheStep`, its tensors on the cache's device.
 
         Raises:
-            ValueError: for ids or counts that are not as described. The cache is as it was.
-            OutOfPagesError: if there are too few pages, or, with `evict=False`, too few free ones.
-                The cache is as it was.
+            ValueError: for ids or counts that are not as described. The cache is unchanged.
+            OutOfPagesError: if there are too few pages, or, with `evict=False`, too few free pages.
+                The cache is unchanged.
         """
         number, tables, lengths, returning = self._begin(
             _int64s("users", users),
@@ -364,7 +365,7 @@ class PagedKVCache:
         cached_lens: Int64s | None,
         rewritten: Int64s | None,
     ) -> tuple[int, Int32s, Sequence[int], Returning | None]:
-        """Opens a step of the table: its number, its tables, and the copies to wait for."""
+        """Opens a step; returns its number, tables and lengths, and the copies to wait for."""
         if self._host_tier is None:
             number, tables, lengths = self._table.begin(users, new_tokens, cached_lens, rewritten)
             self._used.add(tables[lengths[0] :][: lengths[1]])
@@ -392,7 +393,7 @@ class PagedKVCache:
         """Forgets users, known or not.
 
         Raises:
-            ValueError: if one is in an open step. The cache is as it was.
+            ValueError: if one of them is in an open step. The cache is unchanged.
         """
         self._table.free(_int64s("users", users))
 
@@ -400,22 +401,22 @@ class PagedKVCache:
         """Forgets all users.
 
         Raises:
-            ValueError: if a step is open. The cache is as it was.
+            ValueError: if a step is open. The cache is unchanged.
         """
         self._table.clear()
 
     def wipe(self, users: Ints) -> None:
-        """Overwrites by zeros all rows of both tiers but those of users' tokens.
+        """Overwrites with zeros all rows of both tiers that hold no token of a user.
 
-        Freed pages hold keys and values until others are written there, and so does the end of a
-        page that has been given to somebody else. On a GPU this is ordered as the work of a step
-        is; where there is a host tier, the host waits for copies that are under way.
+        Freed pages keep their keys and values until they are overwritten, and so does the unused
+        end of a page that was reassigned. On a GPU the wipe is ordered like the work of a step;
+        with a host tier, the host waits for running copies.
 
         Args:
-            users: all who have tokens. If others have some too, all users are forgotten.
+            users: all users with cached tokens. If any other user has some, all are forgotten.
 
         Raises:
-            ValueError: if a step is open. None may be opened meanwhile.
+            ValueError: if a step is open. No step may be opened during the call.
         """
         counts = self._table.stats()
         if counts["pinned_pages"]:
@@ -447,7 +448,7 @@ class PagedKVCache:
         return pages * self.kv_cache.shape[3]
 
     def stats(self) -> CacheStats:
-        """Returns counts of pages and users at one moment."""
+        """Returns a consistent snapshot of the counts of pages and users."""
         counts = self._table.stats()
         page_bytes = 0 if self._host_tier is None else self._host_tier.page_bytes
         for direction in ("to_host", "from_host"):

@@ -29,11 +29,11 @@ SHORTEST_ATTEMPT = 1e-3  # seconds; to aiohttp, a timeout that is not positive i
 
 
 class RequestError(RuntimeError):
-    """The server refused a request, and would do so again.
+    """The server refused a request; a retry would be refused too.
 
     Attributes:
-        status: the status of the answer, mostly 300 to 499.
-        detail: what the server says about it.
+        status: the HTTP status of the response, mostly 300 to 499.
+        detail: the server's explanation.
     """
 
     def __init__(self, status: int, detail: Any) -> None:
@@ -57,31 +57,30 @@ class RecommendedItem(NamedTuple):
 class Client:
     """Asks a server for scores, recommendations and predictions.
 
-    A request is made again, after a pause that grows and is drawn at random, if the server was not
-    reached; if it answers 503, not before the time of its Retry-After; if the connection was lost
-    or an attempt took too long; and for an answer of 500 or 502, which a proxy gives when its
-    server has died. After a lost connection, a timeout, a 500 or a 502, nobody knows whether the
-    server has stored the events, and after a 503 it may have. It may be asked again all the same,
-    because for the server an event that is equal to a stored one of the user is that event. Other
-    answers are not asked for again.
+    A request is retried, after exponential backoff with jitter, if the server could not be reached,
+    the connection was lost or an attempt timed out, and for the statuses 503, 500 and 502. After a
+    503 the pause is at least its Retry-After; a proxy answers 500 or 502 when its server has died.
+    After any of these failures but the first, the server may have stored the request's events. The
+    retry is safe, because the server ignores events that it has already stored for the user. For
+    any other status there is no retry.
 
-    The header `X-Session-Id` has the user, so that a load balancer can send a user's requests to
+    The header `X-Session-Id` holds the user, so that a load balancer can send a user's requests to
     the server that has the user's pages.
 
-    Each attempt sends the server the time that is left, so that it does not compute what would come
-    too late.
+    Each attempt sends the remaining time, so that the server does not compute an answer that would
+    come too late.
 
     Args:
         address: the address of the server or of a load balancer: `http://host:port`.
-        token: the token for servers that want one.
-        timeout: seconds in which an answer is of use, all attempts and pauses included; each
+        token: the bearer token, for servers that require one.
+        timeout: seconds until a request fails, including all its attempts and pauses; each
             request may have its own.
-        attempts: how many there may be.
-        attempt_timeout: seconds after which an attempt is given up and another one made; None is
-            all that is left of the timeout.
-        backoff: the longest pause after the first attempt, in seconds; it doubles with each, up to
-            5 s.
-        connections: how many are open at a time, at most.
+        attempts: the most attempts at a request.
+        attempt_timeout: seconds after which an attempt is abandoned and the next one made; None is
+            the rest of the timeout.
+        backoff: the longest pause after the first attempt, in seconds; the limit doubles with each
+            attempt, up to 5 s.
+        connections: the most connections that are open at a time.
 
     Example:
         >>> async with Client("http://127.0.0.1:8000") as client:
@@ -131,7 +130,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections; requests under way fail."""
+        """Closes the connections; pending requests fail."""
         if self._session is not None:
             await self._session.close()
 
@@ -147,17 +146,17 @@ class Client:
         """Returns the score of each candidate for a user.
 
         Args:
-            user: the data set's id, as are those of items.
-            events: what the user did since the last request, oldest first: items and times.
-            candidates: items.
-            at: the time at which the model is asked; None is that of the user's last event.
+            user: the user's id in the data set. Items have the data set's ids too.
+            events: `(item, time)` of what the user did since the last request, oldest first.
+            candidates: the items to score.
+            at: the time at which the model is queried; None is the time of the user's last event.
             timeout: seconds, in place of the client's timeout.
 
         Raises:
             RequestError: the server refused the request.
-            UnavailableError: no server took it.
-            DeadlineError: a TimeoutError: there was no answer in time. Whether the events are
-                stored is not known.
+            UnavailableError: no server accepted the request.
+            DeadlineError: a TimeoutError: there was no answer in time. The events may or may not
+                have been stored.
         """
         body = {"user": user, "events": _events(events), "candidates": [*candidates], "time": at}
         found: list[float] = (await self._ask("/score", body, timeout))["scores"]
@@ -176,12 +175,12 @@ class Client:
         """Returns the best items of the catalog for a user, best first.
 
         Args:
-            user: as in `score`, as are events, `at`, the timeout and the errors.
-            events: likewise.
-            k: how many; fewer where the catalog has no more.
+            user: as in `score`; so are the errors.
+            events: as in `score`.
+            k: the number of items; fewer are returned where the catalog has no more.
             exclude_seen: whether items of the user's history are left out.
-            at: likewise.
-            timeout: likewise.
+            at: as in `score`.
+            timeout: as in `score`.
         """
         body = {"user": user, "events": _events(events), "k": k, "exclude_seen": exclude_seen}
         answer = await self._ask("/recommend", {**body, "time": at}, timeout)
@@ -197,16 +196,16 @@ class Client:
         events_before: int | None = None,
         timeout: float | None = None,
     ) -> dict[str, list[float]]:
-        """Returns of each task its probability for each candidate.
+        """Returns the probability of each task for each candidate.
 
         Args:
-            user: as in `score`, as are candidates, `at`, the timeout and the errors.
-            events: items, times, and the names of what the user did about each.
-            candidates: likewise.
-            at: likewise.
-            events_before: how many events the user has had in all; None is as many as the server
-                keeps.
-            timeout: likewise.
+            user: as in `score`; so are the errors.
+            events: item, time, and the names of the user's actions on the item, for each event.
+            candidates: as in `score`.
+            at: as in `score`.
+            events_before: the number of events that the user has had in all; None is the number
+                that the server keeps.
+            timeout: as in `score`.
         """
         body: dict[str, Any] = {"user": user, "candidates": [*candidates], "time": at}
         body["events"] = [
@@ -280,5 +279,5 @@ def _events(events: Sequence[tuple[Id, int]]) -> list[dict[str, Any]]:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """Returns the seconds of a Retry-After; 0 for a date, or for none."""
+    """Returns the seconds of a Retry-After header; 0 for a date or a missing header."""
     return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0

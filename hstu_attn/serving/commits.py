@@ -1,4 +1,4 @@
-"""Stores the events of batches, while an engine computes the next ones."""
+"""Stores the events of batches while an engine computes the next batches."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Ended = tuple[Plan, int | None]
 
 
 class Commits:
-    """Requests whose answers are there, and are given when their events are stored.
+    """Computed requests that are answered once their events are stored.
 
-    One commit is under way at a time. What comes meanwhile is stored by the next one together, so
-    that a slow disk delays answers, but not the batches that are computed.
+    One commit runs at a time. Requests that arrive meanwhile are stored together by the next
+    commit, so a slow disk delays answers but not the computation of batches.
 
     Args:
-        store: has the events.
-        answer: is called with requests and their answers; from another thread, if the store waits.
-        fail: likewise, with a request and its error.
+        store: the store of the users' events.
+        answer: is called with requests and their answers, from another thread if the store waits.
+        fail: is called with a request and its error, from another thread if the store waits.
         done: is called from the other thread when `end` has something to return.
 
     Attributes:
-        users: the users of what has not been returned by `end`, each with one request.
+        users: the users of requests that `end` has not returned yet; each has one request.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Commits:
         self._store_works = True
 
     def hold_up(self, requests: Sequence[Request]) -> bool:
-        """Returns whether `end` must have been waited for before requests are planned."""
+        """Returns whether `end(wait=True)` must be called before these requests are planned."""
         if len(self.users) >= _MOST_REQUESTS:
             return True
         return not self.users.isdisjoint(request.user for request in requests)
 
     def start(self, answered: Sequence[tuple[Plan, Answer]]) -> None:
-        """Begins to store the events of plans, none of whose users is in `users`."""
+        """Starts to store the events of plans whose users are not in `users`."""
         self.users.update(plan.request.user for plan, _ in answered)
         if self._thread is None:
             self._ended += self._commit(answered)
@@ -77,11 +77,11 @@ class Commits:
                 self._thread.submit(self._run)
 
     def end(self, wait: bool) -> list[Ended]:
-        """Returns what has ended since the last call; with `wait`, all that has been started.
+        """Returns the plans whose commits have ended since the last call; `wait` awaits all.
 
         Returns:
             Plans, each with the new version of its history; 0 if another process has changed the
-            user's events, so that the request is to be planned again; None if it failed.
+            user's events, so that the request must be planned again; None if the commit failed.
         """
         with self._changed:
             if wait:
@@ -134,6 +134,6 @@ class Commits:
             LOG.warning("The store works again")
 
     def close(self) -> None:
-        """Ends the thread; no commit is under way."""
+        """Ends the thread. No commit may be running."""
         if self._thread is not None:
             self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""An engine that scores for many users at once, on keys and values that it keeps."""
+"""An engine that scores the requests of many users in batches, with a KV cache."""
 
 from __future__ import annotations
 
@@ -52,53 +52,55 @@ Events = Sequence[tuple[int, ...]] | np.ndarray[Any, Any]
 
 
 class Engine:
-    """Serves a model from several threads, computing only what a user's cached rows lack.
+    """Serves a model to several threads, and computes only the rows that are not cached.
 
-    A request brings a user's new events and asks for scores after them. A worker thread takes
-    waiting requests together, never two of one user, and a user's in their order of arrival, so
-    that each sees the events of those before it. Clients take turns, and so do the users of each.
-    The answer is that of the model on the user's whole history (at most the latest
+    A request brings a user's new events and asks for scores after them. A worker thread batches
+    waiting requests. A batch has at most one request of each user, and a user's requests are served
+    in order of arrival, so each sees the events of the earlier ones. Clients take turns, and so do
+    the users of a client. The answer is the model's on the user's whole history (at most the latest
     `store.max_events` events, see `EventStore`), up to rounding.
 
-    What is cached is each event's keys and values, but the last event is computed again by every
-    request: its state is what candidates are compared with, and a relative bias by time lets it
-    depend on when the user is asked or acts next. Evicted users are recomputed from their events.
+    The keys and values of every event are cached, but every request computes the last event again:
+    candidates are compared with its state, and a relative bias by time lets that state depend on
+    the time of the query or of the next event. Evicted users are recomputed from their events.
 
-    A request that fails, times out or is cancelled has no effect: its events are not stored. One
-    whose deadline passes while it waits is not computed. If the queue is full, the latest request
-    of the client with the most waiting requests is dropped in favor of a client with fewer, and
-    likewise among the users of a client; other requests are refused. If a batch fails, its halves
-    are computed apart, so that a request fails alone. What is answered has been stored: the events
-    of a batch by one `commit` of the store, while the next batch is computed if that has no user in
-    common. Where a store does not know whether it has stored a request's events, the request fails
-    with a StoreError. It may be sent again: an event that is equal to one of the user's stored ones
-    in item, time and action is that event.
+    A request that fails, times out or is cancelled has no effect: its events are not stored. A
+    request whose deadline passes while it waits is not computed. If the queue is full, the latest
+    request of the client with the most waiting requests is dropped in favor of a client with fewer,
+    and likewise among the users of a client; other requests are refused. If a batch fails, it is
+    split in halves that are computed separately, so that only the faulty request fails. A request
+    is answered after its events are stored: one `commit` of the store writes the events of a batch,
+    while the next batch is computed if the two share no user. If the store cannot tell whether it
+    has stored a request's events, the request fails with a StoreError. It may be retried: an event
+    that equals a stored event of the user in item, time and action is not stored twice.
 
     Args:
         model: its layers must be cacheable (`check_cacheable`) and in evaluation mode. An
             `UncachedModel` computes each request whole.
-        cache: for this engine alone, and cleared; None with an `UncachedModel`. It has the model's
-            number of layers, heads and head dim and the dtype of its rows, is on the model's
-            device, and holds at least one history of `max_events`.
+        cache: used by this engine only, which clears it; None with an `UncachedModel`. It has the
+            model's number of layers, heads and head dim and the dtype of its rows, is on the
+            model's device, and holds at least one history of `max_events`.
         store: the users' events; None is a `MemoryStore` for 100000 users, whose `drop` is 0 with
             an `UncachedModel`. It is not closed with the engine.
-        max_batch_size: requests computed together, at most.
-        max_wait: seconds that a request may wait for others; with 0, a batch has the requests that
-            wait already.
-        max_queue: requests that may wait.
-        max_queue_seconds: a request is refused if it would wait for longer, as far as is known
-            from what waits and how long the latest batches took.
-        max_candidates: candidates of a request.
+        max_batch_size: the most requests in a batch.
+        max_wait: seconds that a request may wait for others to join its batch; with 0, a batch is
+            the requests that are waiting.
+        max_queue: the most requests that may wait.
+        max_queue_seconds: a request is refused if it would wait longer, estimated from the queue
+            and the duration of the latest batches.
+        max_candidates: the most candidates of a request.
         graphs: whether the stack's steps are captured in CUDA graphs and replayed, which saves the
-            host what launching each kernel takes; `GraphBuckets` says for which shapes. None means
-            on a GPU. Batches are padded to the shapes, so scores may be rounded differently; with
-            True on a CPU they are padded likewise, which only costs time.
+            host the kernel launches; a `GraphBuckets` chooses the shapes. None means on a GPU only.
+            Batches are padded to the shapes, so scores may be rounded differently. With True on a
+            CPU they are padded too, which only costs time.
         time_range: returns the earliest and the latest time that an event may have now, in the
             model's unit; for example `lambda: (631_152_000, int(time.time()) + 300)`, from 1990
-            until in five minutes. None takes any. Stored events that are later than that are left
-            out of histories while they are; a clock is wrong, or was when they came.
+            until in five minutes. None accepts any time. Stored events beyond the latest time are
+            left out of histories until it reaches them: this clock or the clock of their source is
+            wrong.
         skip_unknown_items: whether stored events on items from the model's `num_items` up, which an
-            engine of a later model stored, are left out of histories; False fails their users.
+            engine of a later model stored, are left out of histories; False fails requests of
+            their users.
 
     Raises:
         ValueError: for a model, a cache or a store that do not fit, or a size out of range.
@@ -141,9 +143,9 @@ class Engine:
         self._store = store
         limits = StepLimits(max_batch_size, store.max_events, max_candidates)
         self._make_scorer = partial(Scorer, graphs=graphs, limits=limits)
-        self._scorer = self._make_scorer(model, cache)  # the worker's alone, as are the histories
+        self._scorer = self._make_scorer(model, cache)  # only the worker uses it and the histories
         self._previous: Scorer | None = None
-        self._changing = threading.Lock()  # is held while a model is changed
+        self._changing = threading.Lock()  # held while the model is replaced
         self._scorer.clear()
         for capture in self._scorer.captures():
             capture()
@@ -155,7 +157,7 @@ class Engine:
         )
         self._counters = Counters()
         self._answers = answers = Answers(self._counters)
-        answer = answers.give if store.waits else answers.hold  # in the thread that has stored them
+        answer = answers.give if store.waits else answers.hold  # called by the thread that stores
         self._commits = Commits(store, answer, answers.fail, self._settle_soon)
         self._jobs = Jobs()
         queue = FairQueue(max_queue, max_batch_size, max_queue_seconds)
@@ -180,13 +182,13 @@ class Engine:
         """Stores a user's new events and scores candidates after them.
 
         Args:
-            user: an unknown one has no events yet.
-            new_events: `(n, 3)` integers, or `Event`s, oldest first: item, time and action, which
-                may be left out.
-            candidates: `(m,)` items; may be none.
-            at: the time at which the model is asked; None is that of the user's last event.
+            user: the user's id; an unknown user has no events yet.
+            new_events: `(n, 3)` integers, or `Event`s, oldest first: item, time and action. The
+                action may be left out.
+            candidates: `(m,)` items to score; may be empty.
+            at: the time at which the model is queried; None is the time of the user's last event.
             timeout: seconds to wait for the answer; None is forever.
-            client: the client on whose behalf it asks; clients take turns in the queue.
+            client: the client that the request is made for; clients take turns in the queue.
 
         Returns:
             `(m,)` on the CPU, of the dtype of the model's scores; `(m, tasks)` where it has tasks.
@@ -194,16 +196,16 @@ class Engine:
         Raises:
             ValueError: for items, actions, times or counts out of range, or events or candidates
                 that are not integers.
-            NoHistoryError: a ValueError: no event of the user, and no candidates that are rows.
+            NoHistoryError: a ValueError: the user has no event, and candidates are not rows.
             OverloadedError: if too many requests wait, or so many that the answer would come after
-                `timeout`; mostly at once.
+                `timeout`; usually raised without waiting.
             TimeoutError: after `timeout`.
             EngineClosedError: if the engine is or gets closed.
             OutOfPagesError: if the cache does not evict, and is full.
             FloatingPointError: if a score is not finite.
             EventTimeError: a ValueError: an event's time is out of `time_range`.
-            EventOrderError: a ValueError: events are not oldest first, or one is older than the
-                user's last stored event, and is none of the stored ones.
+            EventOrderError: a ValueError: events are not oldest first, or a new one is older than
+                the user's last stored event.
             StoreError: if the store cannot be read or written.
         """
         options: RequestOptions = {"at": at, "client": client, "deadline": deadline_after(timeout)}
@@ -223,12 +225,12 @@ class Engine:
         """Stores a user's new events and finds the best items of the catalog after them.
 
         Args:
-            k: how many items; fewer where the catalog has no more.
-            exclude_seen: whether items in the user's history (what the engine keeps of it) are
+            k: the number of items; fewer are returned where the catalog has no more.
+            exclude_seen: whether items in the user's history, as far as the engine keeps it, are
                 left out.
 
-        The other arguments and the errors are those of `score`; a model that is no `CatalogModel`
-        is a ValueError, too.
+        The other arguments and the errors are those of `score`. A model that is not a
+        `CatalogModel` is a ValueError, too.
         """
         options: RequestOptions = {"at": at, "client": client, "deadline": deadline_after(timeout)}
         future = self.submit_recommend(user, new_events, k, exclude_seen=exclude_seen, **options)
@@ -239,15 +241,15 @@ class Engine:
     ) -> Future[Tensor]:
         """Starts `score` and returns its future.
 
-        Errors of the arguments are raised at once, and so are OverloadedError and DeadlineError
-        where that is known; all others by the future. The future can be cancelled until the answer
-        is there; a cancelled request has no effect.
+        This call raises errors of the arguments, and OverloadedError and DeadlineError where they
+        are known at once; the future raises all others. The future can be cancelled until it has
+        the answer; a cancelled request has no effect.
 
         Args:
-            user: as in `score`, as are events and candidates.
-            new_events: likewise.
-            candidates: likewise.
-            options: who asks, and until when, as in `RequestOptions`.
+            user: as in `score`.
+            new_events: as in `score`.
+            candidates: as in `score`.
+            options: the fields of `RequestOptions`, such as the client and the deadline.
         """
         items = checked_candidates(candidates, self.model.num_items, self.max_candidates)
         return self._submit(user, new_events, items, 0, False, options)
@@ -280,24 +282,24 @@ class Engine:
         cache: PagedKVCache | None = None,
         probe: Probe | None = None,
     ) -> None:
-        """Replaces the model while requests are served, and returns when it has taken over.
+        """Replaces the model while requests are served, and returns when the new one is in use.
 
         The new model is checked in the calling thread. Its graphs are captured between batches, one
-        at a time, so that no request waits for more than one. It then takes over between two
-        batches: each answer is of the one model or of the other, on the same events, and rows that
-        the old one has cached are not used any more. The old model stays in memory, with its
-        graphs, for `roll_back`.
+        at a time, so that no request waits for more than one capture. The switch then takes place
+        between two batches: either model computes an answer from the same events, and rows that the
+        old model has cached are not used any more. The old model stays in memory, with its graphs,
+        for `roll_back`.
 
         Args:
             model: scores the same items and actions, in evaluation mode, on the engine's device.
-            cache: for the new model alone, and cleared; needed where layers, heads, head dim or
+            cache: used by the new model only, and cleared; needed where layers, heads, head dim or
                 dtype differ. None shares the memory of the served model's cache, which holds the
                 keys and values of one model at a time.
             probe: what the new model must answer; None asks for finite scores.
 
         Raises:
             ModelCheckError: a ValueError: the model does not fit, or fails the check. The served
-                model stays, and so does its cache.
+                model and its cache stay in use.
             EngineClosedError: if the engine is or gets closed.
         """
         with self._changing, short_turns():
@@ -309,10 +311,10 @@ class Engine:
             self._between_batches(lambda: self._take_over(scorer, previous=old))
 
     def roll_back(self) -> None:
-        """Lets the model of before the last `swap` take over again, as `swap` does.
+        """Switches back to the model that was served before the last `swap`, as `swap` does.
 
         Raises:
-            ValueError: if there is none: no swap, or it has been rolled back.
+            ValueError: if there is no such model, or the last swap has been rolled back.
             EngineClosedError: if the engine is or gets closed.
         """
         with self._changing:
@@ -322,11 +324,11 @@ class Engine:
             self._between_batches(lambda: self._take_over(previous, previous=None))
 
     def forget(self, *users: User, stored: bool = True) -> None:
-        """Deletes users' events from the store, and what is computed from them.
+        """Deletes users' events from the store, and the cached rows computed from them.
 
-        The cache's pages hold nothing of them afterwards. Requests of the users that are under way
-        may store events again. With `stored` False only what is computed is deleted, as when
-        another process has deleted the events.
+        The cache's pages hold nothing of the users afterwards. Pending requests of the users may
+        store events again. With `stored=False` only the cached rows are deleted, for example
+        because another process has deleted the events.
 
         Raises:
             StoreError: if the store cannot delete them.
@@ -335,18 +337,18 @@ class Engine:
         try:
             for user in users if stored else ():
                 self._store.forget(user)
-        finally:  # where that fails, the store may have deleted them all the same
+        finally:  # a store that fails may have deleted the events all the same
             self._between_batches(lambda: self._drop(*users))
 
     def prune(self, *, before: int = 0, latest: int | None = None) -> int:
-        """Deletes old events of all users, and what is computed from them, as `forget` does.
+        """Deletes old events of all users, and the cached rows computed from them.
 
         Args:
             before: events with an earlier time are deleted.
-            latest: how many events of a user stay at most; None is all others.
+            latest: the most events to keep of each user, the newest ones; None sets no limit.
 
         Returns:
-            How many users' events have been changed.
+            The number of users whose events have been changed.
 
         Raises:
             ValueError: for a negative number.
@@ -365,24 +367,25 @@ class Engine:
 
     @property
     def model(self) -> ServedModel | UncachedModel:
-        """The model that is served."""
+        """The served model."""
         return self._scorer.model
 
     @property
     def store(self) -> EventStore:
-        """The users' events."""
+        """The store of the users' events."""
         return self._store
 
     def stats(self) -> EngineStats:
-        """Returns what has been done, at one moment."""
+        """Returns a snapshot of the engine's counters and state."""
         with self._changed:
             level = self._waiting.level()
         return self._counters.snapshot(**level, users=len(self._store))
 
     def close(self, *, finish: bool = True) -> None:
-        """Accepts no more requests, and returns when the waiting ones are served.
+        """Refuses new requests, and returns when the waiting ones are served.
 
-        Without `finish` these fail with EngineClosedError instead. A second call does nothing.
+        With `finish=False` waiting requests fail with EngineClosedError. A second call does
+        nothing.
         """
         with self._changed:
             self._closed = True
@@ -401,14 +404,14 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Returns whether the computing thread runs, or has ended because the engine was closed."""
+        """Returns whether the worker thread runs, or has ended because the engine was closed."""
         return self._closed or self._worker.is_alive()
 
     def check_load(self, client: str = "") -> None:
-        """Checks that a request of a client may be let in, without one: this takes less time.
+        """Checks whether a client's request might be accepted; cheaper than submitting one.
 
         Raises:
-            OverloadedError: if it would be refused whoever its user is.
+            OverloadedError: if any request of the client would be refused, whichever its user.
         """
         with self._changed:
             self._waiting.check(client)
@@ -428,7 +431,7 @@ class Engine:
         self.close()
 
     def _between_batches(self, job: Callable[[], object]) -> None:
-        """Lets the worker do something when no batch is under way, and waits for it."""
+        """Runs a job in the worker thread between two batches, and waits for it."""
 
         def settled() -> None:
             self._settle()
@@ -442,7 +445,7 @@ class Engine:
         done.result()
 
     def _drop(self, *users: User) -> None:
-        """Forgets what is computed of users, and overwrites what the caches' pages hold of it."""
+        """Drops users' histories and cached rows, and overwrites the rows in the caches' pages."""
         self._histories.drop(*users)
         self._scorer.wipe(self._histories.keys())
         if self._previous is not None and self._previous.cache is not self._scorer.cache:
@@ -501,10 +504,10 @@ class Engine:
             self._answers.hand_out()
 
     def _next_batch(self) -> list[Request]:
-        """Returns requests of different users.
+        """Returns the next requests to compute, all of different users.
 
-        There are none once the engine is closed, or when there are jobs and nothing else to do. The
-        batch before it is finished, by which the queue measures how long batches take. Its answers
+        The list is empty once the engine is closed, or when there are only jobs to do. The previous
+        batch counts as finished now, from which the queue learns how long batches take. Its answers
         are handed out before this thread waits for anything.
         """
         with self._changed:
@@ -526,7 +529,7 @@ class Engine:
                 self._settle()
             taken = time.monotonic()
             self._serve_plans(self._plan(requests), taken)
-        except Exception as error:  # none may wait forever, nor find rows that have no history
+        except Exception as error:  # no request may wait forever or use rows without a history
             LOG.exception("A batch failed in a way that was not foreseen")
             self._settle()
             self._answers.hand_out()
@@ -562,7 +565,7 @@ class Engine:
     def _serve_plans(self, plans: list[Plan], taken: float) -> None:
         """Serves plans together or, if that fails, for example with OutOfPagesError, in halves.
 
-        `taken` is when they were taken from the queue.
+        `taken` is the time at which the plans were taken from the queue.
         """
         if not plans:
             self._answers.hand_out()
@@ -595,10 +598,10 @@ class Engine:
         record_spans((plan.request for plan in plans), taken, started, ended, len(plans))
 
     def _finish(self, plans: list[Plan], answers: list[Tensor | Recommendation | None]) -> None:
-        """Answers what changes nothing, and lets the others be stored and answered.
+        """Answers plans that change no events, and starts to store and answer the others.
 
-        If the next batch can be taken at once, and a device computes it, answers are handed out
-        when it has begun to; those of a store that waits, when they are stored.
+        If the next batch is ready and a device computes it, answers are handed out after that batch
+        has been launched. With a store that waits, answers are given when events are stored.
         """
         changing: list[tuple[Plan, Tensor | Recommendation]] = []
         for plan, answer in zip(plans, answers, strict=True):
@@ -607,7 +610,7 @@ class Engine:
                 self._scorer.free([key])
                 error = FloatingPointError("scores: expected finite ones, got NaN or Inf")
                 self._answers.fail(request, error)
-            # Afterwards it cannot be cancelled. It is running if it is computed a second time.
+            # From here on a request cannot be cancelled. In a second computation it is running.
             elif not (request.future.running() or request.future.set_running_or_notify_cancel()):
                 self._scorer.free([key])
                 with self._counters.change() as stats:
@@ -626,9 +629,9 @@ class Engine:
             self._answers.hand_out()
 
     def _settle(self, wait: bool = True) -> None:
-        """Notes what has been stored, and serves again what was planned on old events.
+        """Processes finished commits, and serves again the plans based on outdated events.
 
-        With `wait` nothing is under way afterwards.
+        With `wait` no commit is running afterwards.
         """
         while ended := self._commits.end(wait):
             again = []

@@ -12,10 +12,10 @@ __all__ = [
 
 
 class OverloadedError(RuntimeError):
-    """The engine has too much to do; the request had no effect, and may be made again later.
+    """The engine is overloaded; the request had no effect, and may be retried later.
 
     Attributes:
-        retry_after: in how many seconds there may be room, as far as is known.
+        retry_after: the estimated seconds until the engine may accept requests again.
     """
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
@@ -24,7 +24,7 @@ class OverloadedError(RuntimeError):
 
 
 class LongWaitError(OverloadedError):
-    """The request would have waited for too long."""
+    """The request was refused because it would have waited for too long."""
 
 
 class EngineClosedError(RuntimeError):

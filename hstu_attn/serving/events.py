@@ -40,18 +40,18 @@ __all__ = [
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 User = int | str
 
-ITEM, TIME, ACTION = range(3)  # columns
+ITEM, TIME, ACTION = range(3)  # columns of event arrays
 LATEST_TIME = 2**62  # differences of times stay within int64
 _SEEDED = "seeded"
 
 
 class EventTimeError(ValueError):
-    """An event's time is not plausible now: it is in another unit, or a clock is wrong.
+    """An event's time is implausible: it is in another unit, or a clock is wrong.
 
     Attributes:
-        place: which of the request's events it is, from 0.
-        time: its time.
-        limits: the earliest and the latest time that it may have.
+        place: the index of the event in the request, from 0.
+        time: the event's time.
+        limits: the earliest and the latest time that the event may have.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EventTimeError(ValueError):
 
 
 class EventOrderError(ValueError):
-    """An event is older than one before it, in the request or in what is stored of the user."""
+    """An event is older than its predecessor in the request or in the user's stored events."""
 
 
 class StoreError(RuntimeError):
@@ -89,7 +89,7 @@ class Stored(NamedTuple):
     """The events of a user in a store, and their version.
 
     Attributes:
-        version: differs after every change of the user's events; 0 if there are none.
+        version: changes with every change of the user's events; 0 if the user has none.
         events: int64 `(n, 3)`, oldest first: item, time and action.
     """
 
@@ -102,11 +102,11 @@ class Change(NamedTuple):
 
     Attributes:
         user: the user whose events change.
-        version: that of the events which the change was made for; the change is made only if they
-            still have it.
-        kept: how many of the stored events, the latest ones, stay.
-        events: int64 `(n, 3)`, appended.
-        moved: how many of `events` are stored ones that do not stay where they are.
+        version: the version of the events that the change was computed from; the change is made
+            only if the stored events still have this version.
+        kept: the number of stored events that stay, the latest ones.
+        events: int64 `(n, 3)`, the events to append.
+        moved: how many of `events` are stored events that are removed and appended again.
     """
 
     user: User
@@ -119,12 +119,12 @@ class Change(NamedTuple):
 def event_rows(
     events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any], name: str = "events"
 ) -> Int64s:
-    """Converts events to int64 `(n, 3)`: item, time and action, which is 0 if it is missing.
+    """Converts events to int64 `(n, 3)`: item, time and action. A missing action is 0.
 
-    `name` is what errors call them.
+    Errors call the argument `name`.
 
     Raises:
-        ValueError: for what is not integers in rows of two or three.
+        ValueError: unless the events are rows of two or three integers.
     """
     try:
         rows = np.asarray(
@@ -144,18 +144,17 @@ def event_rows(
 
 
 def appended(events: Int64s, room: Int64s, new: Int64s) -> tuple[Int64s, Int64s]:
-    """Appends rows to the events that `room` begins with, and copies these only if it is full.
+    """Appends rows to events in a larger buffer, and copies the events only if it is full.
 
-    `events` stay as they are. They have one continuation at a time: this one is written where an
-    earlier one may have been.
+    `events` do not change, but rows that an earlier call has appended to them may be overwritten.
 
     Args:
-        events: `(n, 3)`; if nothing is known of the memory after them, they are their own room.
-        room: `(n, 3)` or longer.
-        new: `(m, 3)`.
+        events: `(n, 3)`, the first rows of `room`.
+        room: `(n, 3)` or longer, the buffer; `events` itself if there is no larger one.
+        new: `(m, 3)`, the rows to append.
 
     Returns:
-        The events with the new ones, and their room.
+        The events with the new ones, and their buffer.
     """
     count = len(events) + len(new)
     if count > len(room):
@@ -166,12 +165,12 @@ def appended(events: Int64s, room: Int64s, new: Int64s) -> tuple[Int64s, Int64s]
 
 
 def check_range(name: str, what: str, values: np.ndarray[Any, Any], limit: int) -> None:
-    """Checks that values `(n,)` are from 0 up and below a limit.
+    """Checks that values `(n,)` are at least 0 and below a limit.
 
     Raises:
-        ValueError: if not; it says that `name` has `what` out of range.
+        ValueError: saying that `name` has `what` out of range.
     """
-    # A negative value is above all limits once it is taken for an unsigned one.
+    # As an unsigned number, a negative value is above all limits.
     if np.maximum.reduce(values.astype(np.uint64), initial=0) >= limit:
         wrong = np.flatnonzero((values < 0) | (values >= limit))
         raise ValueError(
@@ -184,7 +183,7 @@ def check_times(events: Int64s, time_range: Callable[[], tuple[int, int]] | None
 
     Raises:
         EventOrderError: if they are not oldest first.
-        EventTimeError: if one is not within the range.
+        EventTimeError: if a time is not within the range.
     """
     times = events[:, TIME]
     if len(times) > 1 and (times[1:] < times[:-1]).any():
@@ -224,7 +223,7 @@ def checked_events(
     """Converts the events of a request, as `event_rows`.
 
     Raises:
-        ValueError: as `event_rows`, or for what the model or the range does not have.
+        ValueError: as `event_rows`, or for an item, action or time that is out of range.
     """
     events = event_rows(new_events, "new_events")
     if not len(events):
@@ -243,8 +242,8 @@ def checked_candidates(
     """Converts the candidates of a request to int64 `(m,)`.
 
     Raises:
-        ValueError: for what is not integers of one dimension, too many of them, or items that the
-            model does not have.
+        ValueError: unless the candidates are one-dimensional integers, not too many of them, and
+            items of the model.
     """
     items = np.asarray(candidates)
     if not items.size:
@@ -261,7 +260,7 @@ def checked_candidates(
 
 
 def check_user(user: User) -> None:
-    """Checks the user of a request, so that no batch fails with it.
+    """Checks the user of a request, because a wrong one would fail a whole batch.
 
     Raises:
         ValueError: for another type, or for text that is not Unicode.
@@ -272,7 +271,7 @@ def check_user(user: User) -> None:
 
 
 def user_key(user: User) -> bytes:
-    """Returns the bytes that stand for a user outside of Python; 7 and "7" are different users.
+    """Returns a user as bytes, for example for a database; 7 and "7" are different users.
 
     Raises:
         ValueError: for text that is not Unicode.
@@ -286,31 +285,32 @@ def user_key(user: User) -> bytes:
 
 
 def user_of(key: bytes) -> User:
-    """Returns the user of a `user_key`."""
+    """Returns the user whose `user_key` is `key`."""
     return key[1:].decode() if key[:1] == b"s" else int(key[1:])
 
 
 class EventStore(ABC):
-    """The place where an engine keeps the latest events of its users.
+    """A store in which an engine keeps the latest events of its users.
 
-    A user's events have a version, and a change is made only if its maker knows the current one. So
-    several processes may use one store if its class says so: of two that make a change, the second
-    reads again. All methods may be called from several threads, and each change of a user is made
-    as a whole or not at all.
+    A user's events have a version, and a change is made only if it is based on the current version
+    (optimistic locking). So several processes may share a store if its class says so: if two of
+    them change a user's events at once, the second one reads the events again. All methods are
+    thread-safe, and each change of a user is atomic.
 
-    A model takes a limited number of events, and positions count from the first of them, so
-    dropping the oldest one shifts all others and makes whatever is cached of them useless. So they
-    are dropped some at a time: a history that would be longer than `max_events` is cut to its
-    latest `max_events - drop`, which then can grow again.
+    A model takes a limited number of events, and positions count from the first of them. Dropping
+    the oldest event shifts all others and invalidates their cached rows, so events are dropped in
+    groups: a history that would be longer than `max_events` is cut to its latest
+    `max_events - drop` events, and can then grow again.
 
     Args:
-        max_events: no history is longer.
-        drop: how many fewer a history that was cut has; None is an eighth of `max_events`. With 0 a
-            full history is always the very latest events, and each new one costs a recomputation.
+        max_events: the largest length of a history.
+        drop: the room, in events, that cutting a history makes; None is an eighth of `max_events`.
+            With 0 a full history is always the very latest events, and each new event recomputes
+            it.
 
     Attributes:
-        waits: whether `commit` waits for a disk or another process; an engine then computes its
-            next batch meanwhile.
+        waits: whether `commit` waits for a disk or another process; the engine then computes its
+            next batch during the commit.
 
     Raises:
         ValueError: for a size out of range.
@@ -328,7 +328,7 @@ class EventStore(ABC):
         self.max_events = max_events
         self.drop = drop
 
-    # --- what a store does -----------------------------------------------------------------------
+    # --- methods that each class implements ------------------------------------------------------
 
     @abstractmethod
     def __len__(self) -> int:
@@ -339,101 +339,102 @@ class EventStore(ABC):
         """Reads the events of users.
 
         Args:
-            users: each once.
-            versions: the versions of the events that the caller has of each user; 0 for none.
+            users: users without repetition.
+            versions: for each user the version of the events that the caller has; 0 if it has none.
 
         Returns:
-            The events of each user, which are more than `max_events` if a store with a larger limit
-            has stored them, or if some are later than an engine's `time_range`; None if the caller
-            has those that are stored.
+            The events of each user; None if the caller's version is the stored one. There are
+            more than `max_events` if a store with a larger limit has stored them or some are later
+            than an engine's `time_range`.
 
         Raises:
-            StoreError: if they cannot be read; a StoreDamagedError, if those of one cannot.
+            StoreError: if they cannot be read; a StoreDamagedError for damaged data of a user.
         """
 
     @abstractmethod
     def commit(self, changes: Sequence[Change]) -> list[int]:
-        """Makes changes of different users, and returns when they are as durable as they will be.
+        """Makes changes of different users, and returns when they are durable.
+
+        How durable they are depends on the class.
 
         Returns:
-            The version that each user's events have now; 0 where they no longer had the version
-            of the change, which then was not made.
+            The new version of each user's events; 0 where the stored version was not the change's
+            version, so that the change was not made.
 
         Raises:
-            StoreError: if the changes could not be made. Classes say whether some may have been.
+            StoreError: if the changes could not be made. Each class says whether some may have been
+                made all the same.
         """
 
     @abstractmethod
     def forget(self, user: User) -> None:
-        """Deletes all that is stored of a user, known or not.
+        """Deletes a user's events, if there are any.
 
-        An engine has its own `forget`, which also frees what is cached. The bytes may stay in the
-        store's files, unreadable by its methods, until `compact`.
+        `Engine.forget` also frees the user's cached rows. The bytes may stay in the store's files,
+        unreadable by its methods, until `compact`.
 
         Raises:
-            StoreError: if it cannot be deleted.
+            StoreError: if they cannot be deleted.
         """
 
     @abstractmethod
     def prune(self, *, before: int = 0, latest: int | None = None) -> Iterator[list[User]]:
         """Deletes old events of all users, some users at a time.
 
-        An engine has its own `prune`, which also frees what is cached.
+        `Engine.prune` also frees the cached rows.
 
         Args:
             before: events with an earlier time are deleted.
-            latest: how many events of a user stay at most; None is all others.
+            latest: the most events to keep of each user, the newest ones; None sets no limit.
 
         Yields:
             Users whose events have been changed.
 
         Raises:
             ValueError: for a negative number.
-            StoreError: if they cannot be deleted; those of users yielded before are.
+            StoreError: if events cannot be deleted; users yielded before have been pruned.
         """
 
     def compact(self) -> None:  # noqa: B027  # a store may have no files
-        """Rewrites the store's files, so that nothing of what was deleted is in them any more.
+        """Rewrites the store's files, so that they contain no deleted data.
 
         Raises:
-            StoreError: if they cannot be written.
+            StoreError: if the files cannot be written.
         """
 
     @abstractmethod
     def note(self, name: str) -> bytes | None:
-        """Returns what `set_note` stored last under a name."""
+        """Returns the value that `set_note` stored last under a name, or None."""
 
     @abstractmethod
     def set_note(self, name: str, value: bytes) -> None:
-        """Stores a few bytes of the application with the events.
+        """Stores a small value of the application under a name, next to the events.
 
         Raises:
-            StoreError: if they cannot be stored.
+            StoreError: if it cannot be stored.
         """
 
     @abstractmethod
     def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
-        """Does as `set_note`, but only if the note is what the caller has read.
-
-        No other process can change it in between.
+        """Sets a note only if its value is still the expected one (atomic compare-and-set).
 
         Args:
-            name: that of the note.
-            expected: what `note` has returned.
-            value: the new note.
+            name: the name of the note.
+            expected: the value that `note` has returned.
+            value: the new value.
 
         Returns:
-            Whether it was as expected. If not, read it again: it may even be the new one, where the
-            answer of a server was lost and the change was sent a second time.
+            Whether the note had the expected value. If not, read the note again: it may have the
+            new value, if the answer of a server was lost and the change was sent a second time.
 
         Raises:
-            StoreError: if it cannot be read or stored.
+            StoreError: if the note cannot be read or stored.
         """
 
     def close(self) -> None:  # noqa: B027  # nothing to do for some stores
-        """Lets go of files and connections. The engines that use the store must be closed."""
+        """Closes files and connections. The engines that use the store must be closed before."""
 
-    # --- what follows from it --------------------------------------------------------------------
+    # --- methods built on the above --------------------------------------------------------------
 
     def __enter__(self) -> EventStore:
         return self
@@ -447,7 +448,7 @@ class EventStore(ABC):
         return events[surplus + self.drop :] if surplus > 0 else events
 
     def append(self, user: User, before: Stored, events: Int64s) -> Change:
-        """Returns the change that appends events to those that were read, shortened by `cut`."""
+        """Returns the change that appends events to `before` and cuts the result as `cut` does."""
         kept = len(before.events)
         if kept + len(events) > self.max_events:
             after = self.max_events - self.drop
@@ -456,22 +457,22 @@ class EventStore(ABC):
         return Change(user, before.version, kept, events)
 
     def add(self, user: User, events: Sequence[tuple[int, ...]] | np.ndarray[Any, Any]) -> None:
-        """Appends events to a user's, before the store is given to an engine.
+        """Appends events to a user's history, before an engine uses the store.
 
         Raises:
             ValueError: as `event_rows`.
-            StoreError: if they cannot be read or written.
+            StoreError: if the events cannot be read or written.
         """
         rows = event_rows(events)
         stored = 0
-        while not stored:  # until no other process changes them meanwhile
+        while not stored:  # another process has changed the events since the read
             found = self.read([user], [0])[0] or Stored(0, np.empty((0, 3), np.int64))
             before = Stored(found.version, self.cut(found.events))
             (stored,) = self.commit([self.append(user, before, rows)])
 
     @property
     def seeded(self) -> bool:
-        """Returns whether `seed` has stored all histories that it was given.
+        """Returns whether a call of `seed` has stored all of its histories.
 
         Raises:
             StoreError: if the store cannot be read.
@@ -481,17 +482,17 @@ class EventStore(ABC):
     def seed(self, histories: Iterable[tuple[User, Int64s]], users_at_once: int = 1000) -> bool:
         """Stores histories of users that have none, unless the store has been seeded before.
 
-        If it is interrupted, the next call goes on with it.
+        If the call is interrupted, the next call continues it.
 
         Args:
             histories: users, and their events, int64 `(n, 3)`, oldest first.
-            users_at_once: how many are stored by one `commit`.
+            users_at_once: the number of users that one `commit` stores.
 
         Returns:
-            Whether it had not been seeded.
+            True unless the store had been seeded before.
 
         Raises:
-            StoreError: if they cannot be stored.
+            StoreError: if the histories cannot be stored.
         """
         if self.seeded:
             return False
@@ -505,12 +506,12 @@ class EventStore(ABC):
 
 
 class MemoryStore(EventStore):
-    """The events of recently served users in the memory of this process; they end with it.
+    """The events of recently served users, in the memory of this process.
 
-    A history that has been appended to has memory for an eighth more events than it had then.
+    A history is overallocated by an eighth when it grows.
 
     Args:
-        max_users: beyond these, the user served least recently is forgotten.
+        max_users: the most users; beyond it, the least recently served user is forgotten.
         max_events: as in `EventStore`.
         drop: as in `EventStore`.
 
@@ -525,7 +526,7 @@ class MemoryStore(EventStore):
         if max_users < 1:
             raise ValueError(f"max_users: expected a positive count, got {max_users}")
         self.max_users = max_users
-        self._histories: OrderedDict[User, tuple[Stored, Int64s]] = OrderedDict()  # with their room
+        self._histories: OrderedDict[User, tuple[Stored, Int64s]] = OrderedDict()  # events, buffer
         self._notes: dict[str, bytes] = {}
         self._versions = itertools.count(1)
         self._lock = threading.Lock()
@@ -534,7 +535,7 @@ class MemoryStore(EventStore):
         return len(self._histories)
 
     def read(self, users: Sequence[User], versions: Sequence[int]) -> list[Stored | None]:
-        """Reads the events of users, who count as served; as `EventStore.read`."""
+        """Reads users' events and marks the users as served now; as `EventStore.read`."""
         with self._lock:
             found = []
             for user, version in zip(users, versions, strict=True):
@@ -589,16 +590,16 @@ class MemoryStore(EventStore):
         yield users
 
     def note(self, name: str) -> bytes | None:
-        """Returns what `set_note` stored last under a name, as `EventStore.note`."""
+        """Returns the value of a note, as `EventStore.note`."""
         return self._notes.get(name)
 
     def set_note(self, name: str, value: bytes) -> None:
-        """Stores a few bytes of the application, as `EventStore.set_note`."""
+        """Sets a note, as `EventStore.set_note`."""
         with self._lock:
             self._notes[name] = value
 
     def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
-        """Changes a note that is as expected, as `EventStore.replace_note`."""
+        """Sets a note that has the expected value, as `EventStore.replace_note`."""
         with self._lock:
             if self._notes.get(name) != expected:
                 return False
@@ -616,7 +617,7 @@ def check_limits(before: int, latest: int | None) -> None:
 def first_kept(times: Int64s, before: int, latest: int | None) -> int:
     """Returns how many of a user's oldest events `prune` deletes, given the times `(n,)`.
 
-    All events up to the last one that is too old are deleted, should they be out of order.
+    If events are out of order, all events up to the last one that is too old are deleted.
     """
     old = np.flatnonzero(times < before)
     first = 0 if not len(old) else int(old[-1]) + 1

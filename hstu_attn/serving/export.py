@@ -39,9 +39,9 @@ class ScoringStep(nn.Module):
 
     Args:
         model: as in `Engine`.
-        max_seq_len: no user has more rows in a step. A longer history takes several steps, the
+        max_seq_len: the most rows of a user in a step. A longer history takes several steps, the
             first ones without candidates.
-        max_key_len: no user has more events and candidates together.
+        max_key_len: the most events and candidates of a user together.
 
     Raises:
         ValueError: for a length out of range, or a model that cannot be served from a cache.
@@ -87,27 +87,28 @@ class ScoringStep(nn.Module):
     ) -> Tensor:
         """Writes the new events of `B` users into their pages, and scores `n` candidates.
 
-        Of each user the rows are the events from `cached_lens` on, which are written, and then,
-        where candidates are rows, the candidates; `total` rows in all.
+        The rows of a user are the events from `cached_lens` on, which are written, followed by the
+        candidates where candidates are rows. There are `total` rows in all.
 
         Args:
             kv_caches: the caches of each layer `(num_pages, 2, page_size, heads, head_dim)`,
                 contiguous, in the dtype in which the model embeds or float8_e4m3fn; written in
                 place.
-            page_offsets: int32 `(B + 1,)`, as in `PagedKV`, with pages for the new events.
+            page_offsets: int32 `(B + 1,)`, as in `PagedKV`, including pages for the new events.
             page_ids: int32 `(page_offsets[-1],)`.
-            last_page_lens: int32 `(B,)`, with the new events.
-            cached_lens: int32 `(B,)` events of each user that stay as they are in the cache.
+            last_page_lens: int32 `(B,)`, counting the new events.
+            cached_lens: int32 `(B,)` cached events of each user that the step does not rewrite.
             seq_offsets: int64 `(B + 1,)` offsets of the users' rows.
             items, actions, positions: int64 `(total,)`, as in `Rows`.
             is_candidate: bool `(total,)`, as in `Rows`.
             candidates: int64 `(n,)` items to score.
-            state_rows: int64 `(n,)` the row by whose state each is scored: its own, or that of
-                its user's last event.
+            state_rows: int64 `(n,)` the row whose state scores each candidate: the candidate's
+                own row, or the row of its user's last event.
             num_targets: int64 `(B,)` candidates of each user, where candidates are rows.
             key_times: int64 `(total_k,)` times of each user's cached and given rows, where the
                 model reads times.
-            row_times: int64 `(total,)` when each row is asked: at its user's next event, or now.
+            row_times: int64 `(total,)` the time at which each row predicts: that of its user's
+                next event or, for the last event and candidates, the time of the query.
             kv_scales: float32 of each layer `(num_pages, 2, page_size, heads)`, contiguous, where
                 the caches are of float8_e4m3fn; written in place.
 
@@ -115,8 +116,8 @@ class ScoringStep(nn.Module):
             Scores `(n,)`, floating.
 
         Raises:
-            ValueError: for an optional argument that the model needs and that is missing, or the
-                reverse; for another cache than the model's; as `HSTUStack.forward_cached`.
+            ValueError: for an optional argument that is missing or that the model does not use;
+                for a cache that does not fit the model; and as `HSTUStack.forward_cached`.
         """
         for name, value, wanted in (
             ("num_targets", num_targets, self.model.candidates_are_rows),
@@ -142,12 +143,12 @@ class ScoringStep(nn.Module):
     def export(self, page_size: int, cache_dtype: torch.dtype | None = None) -> ExportedProgram:
         """Exports the step for the model's device and any number of users, rows, candidates, pages.
 
-        The graph takes the arguments of `forward` by name, or in that order where there are no
-        names, without those that this model does not need. It writes the caches in place.
+        The graph takes the arguments of `forward` that this model needs, by name or in the order of
+        `forward`. It writes the caches in place.
 
-        A package that `torch._inductor.aoti_compile_and_package` makes of it trusts the shapes and
-        dtypes of its inputs. With `AOTI_RUNTIME_CHECK_INPUTS=1` in the environment it checks them,
-        and then refuses sizes below 2 as well.
+        A package made with `torch._inductor.aoti_compile_and_package` does not check the shapes and
+        dtypes of its inputs. With `AOTI_RUNTIME_CHECK_INPUTS=1` in the environment it does, and
+        then also refuses sizes below 2.
 
         Args:
             page_size: tokens of a page: 16, 32, 64, 128 or 256.
@@ -156,11 +157,11 @@ class ScoringStep(nn.Module):
         Raises:
             ValueError: for another page size.
         """
-        check_page_size(page_size)  # the exported operators would find it out in the first call
+        check_page_size(page_size)  # otherwise the first call of the exported graph would raise
         stack, config = self.model.stack, self.model.stack.config
         device = next(stack.parameters()).device
         if self.model.reads_times:
-            # Made here, they are on the device in the graph.
+            # Tensors made here are on the graph's device.
             thresholds_tensor(device, config.time_thresholds)
         wanted = dict(_VECTORS)
         if not self.model.candidates_are_rows:

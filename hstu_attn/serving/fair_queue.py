@@ -1,4 +1,4 @@
-"""A queue of requests: whose turn it is, how long they wait, and which is dropped if it is full."""
+"""A fair queue of requests: their order, their expected wait, and which one a full queue drops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Client:
         self.size += 1
 
     def take(self, taken: Collection[User]) -> Request | None:
-        """Takes the request whose turn it is, of a user who is not in `taken`."""
+        """Takes the next request of a user who is not in `taken`."""
         user = next((user for user in self.users if user not in taken), None)
         if user is None:
             return None
@@ -49,7 +49,7 @@ class _Client:
         return request
 
     def displace(self) -> Request:
-        """Takes the latest request of the user who has most waiting."""
+        """Takes the latest request of the user with the most waiting requests."""
         user = max(self.users, key=lambda user: len(self.users[user]))
         request = self.users[user].pop()
         self.size -= 1
@@ -68,7 +68,7 @@ class _Client:
 
 
 def too_long(wait: float, longest: float) -> LongWaitError:
-    """Returns the error of a request that would wait for too long."""
+    """Returns the error for a request that would wait for too long."""
     return LongWaitError(
         f"the engine is overloaded: expected a wait of at most {longest:.3g} s "
         f"(max_queue_seconds, or the deadline), got {wait:.3g} s",
@@ -77,21 +77,22 @@ def too_long(wait: float, longest: float) -> LongWaitError:
 
 
 class FairQueue:
-    """Requests of clients and their users. It reads no clock, and is not thread-safe.
+    """A fair queue of the requests of clients and their users; not thread-safe, reads no clock.
 
-    Clients take turns, and a client's users take turns for its requests. So with `n` clients
-    waiting, each has at least every `n`-th place of a batch, whatever the others send, as long as
-    it has users for these places: two requests of one user are never in one batch. What one client
-    sends for one user is served in the order of arrival.
+    Clients take turns, and so do the users of a client. So with `n` clients waiting, each gets at
+    least every `n`-th place of a batch, whatever the others send, as long as it has enough users: a
+    batch never has two requests of one user. Requests of one client for one user are served in the
+    order of arrival.
 
-    If the queue is full, the client with the most waiting requests loses one in favor of a client
-    with fewer: the latest one of its user with the most. The users of a client are treated
-    likewise. So a client that has fewer than `max_size / n` requests waiting always finds room.
+    If the queue is full, a client with fewer waiting requests displaces one of the client with the
+    most: the latest request of that client's user with the most. The users of a client displace
+    each other likewise. So a client with fewer than `max_size / n` waiting requests always finds
+    room.
 
     Args:
-        max_size: requests that may wait.
-        max_batch_size: requests that are taken together, at most.
-        max_seconds: a request is refused if it is expected to wait for longer.
+        max_size: the most requests that may wait.
+        max_batch_size: the most requests in a batch.
+        max_seconds: a request is refused if it is expected to wait longer.
     """
 
     def __init__(self, max_size: int, max_batch_size: int, max_seconds: float = math.inf) -> None:
@@ -106,22 +107,22 @@ class FairQueue:
         self._size = 0
         self._started: float | None = None
         self._first_deadline = math.inf  # no waiting request has an earlier one
-        self._cancelled = False  # whether a request may have been since `remove`
+        self._cancelled = False  # whether a request may have been cancelled since `remove`
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def started(self) -> float | None:
-        """Returns when the batch that is computed now was taken; None if there is none."""
+        """Returns when the running batch was taken; None if no batch is running."""
         return self._started
 
     def expected_wait(self, client: str, user: User | None, now: float) -> float:
-        """Returns the seconds that a request would wait at most, at the pace of the latest batches.
+        """Returns the most seconds that a request would wait, at the pace of the latest batches.
 
-        Without a user these are the seconds of one who has no request waiting. A request that fits
-        into the next batch counts as one that does not wait. So some requests are let in even if
-        batches are slow, and their batches show when they are faster again.
+        `user=None` stands for a user with no waiting request. The wait of a request that fits into
+        the next batch counts as 0, so that some requests are accepted even if batches are slow, and
+        their batches show when the pace has improved.
         """
         own = self._clients.get(client, _Client())
         mine = 0 if user is None else own.waiting(user)
@@ -131,23 +132,23 @@ class FairQueue:
         ahead += sum(
             min(other.size, ahead + 1) for other in self._clients.values() if other is not own
         )
-        # The user's own are in batches of their own, at the latest after all that is ahead of them.
+        # The user's own requests take a batch each, at worst after all requests ahead of them.
         batches = (ahead - mine) // self.max_batch_size + mine
         return self._seconds(batches, now)
 
     def _longest_wait(self, mine: int, now: float) -> float:
-        """Returns what `expected_wait` is at most, if the user has `mine` requests waiting.
+        """Returns an upper bound of `expected_wait`, if the user has `mine` requests waiting.
 
-        Unlike that it does not go through all who wait.
+        Unlike `expected_wait` it does not loop over the waiting clients.
         """
         return self._seconds((self._size - mine) // self.max_batch_size + mine, now)
 
     def backlog(self, now: float) -> float:
-        """Returns the seconds until the last of what waits is taken, at that pace."""
+        """Returns the seconds until the last request is taken, at the latest batches' pace."""
         return self._seconds(max(self._size - 1, 0) // self.max_batch_size, now)
 
     def _seconds(self, batches: int, now: float) -> float:
-        """Returns how long the batch that is computed now and `batches` more would take."""
+        """Returns how long the running batch and `batches` more would take."""
         if not batches:
             return 0.0
         running = 0.0 if self._started is None else now - self._started
@@ -158,8 +159,8 @@ class FairQueue:
         """Refuses a client whose requests would all wait for too long.
 
         Raises:
-            LongWaitError: if a request of the client would wait for more than `max_seconds`,
-                whoever its user is and whatever is removed.
+            LongWaitError: if any request of the client would wait for more than `max_seconds`,
+                whichever its user and even if requests are removed.
         """
         if self._longest_wait(0, now) > self.max_seconds and not self._may_remove(now):
             wait = self.expected_wait(client, None, now)
@@ -169,18 +170,18 @@ class FairQueue:
     def put(
         self, request: Request, now: float, unwanted: Callable[[Request], bool]
     ) -> Request | None:
-        """Appends a request; returns the one that is dropped in favor of it, if any.
+        """Appends a request; returns the request that it displaces, if any.
 
         Args:
-            request: with the client and the user that it is for.
+            request: the request, which names its client and user.
             now: the time, on the clock of the requests.
-            unwanted: whether a request that waits need not be served any more; if there seems to
-                be no room, these are removed first.
+            unwanted: returns whether a waiting request need not be served any more; if there seems
+                to be no room, such requests are removed first.
 
         Raises:
             LongWaitError: if the request would wait for more than `max_seconds`, or past its
                 deadline.
-            OverloadedError: for a queue that is full.
+            OverloadedError: if the queue is full.
         """
         own = self._clients.get(request.client) or _Client()
         longest = min(self.max_seconds, request.deadline - now)
@@ -215,9 +216,9 @@ class FairQueue:
         return displaced
 
     def take(self, now: float, unwanted: Callable[[Request], bool]) -> list[Request]:
-        """Takes the requests of a batch, of different users; leaves `unwanted` ones out.
+        """Takes the requests of a batch, of different users, and drops `unwanted` requests.
 
-        If there are any, the batch counts as started until `finish`.
+        A batch that is not empty counts as running until `finish`.
         """
         batch: list[Request] = []
         users: set[User] = set()
@@ -243,7 +244,7 @@ class FairQueue:
         return batch
 
     def finish(self, now: float) -> None:
-        """Notes that the batch that was taken last has been served."""
+        """Records that the batch taken last has been served."""
         if self._started is not None:
             seconds = now - self._started
             if self.batch_seconds:
@@ -252,16 +253,16 @@ class FairQueue:
             self._started = None
 
     def _note_end(self, future: Future[Any]) -> None:
-        """Notes that a request has ended; the thread that ends it calls this."""
+        """Records whether a request was cancelled; the thread that ends the request calls this."""
         if future.cancelled():
             self._cancelled = True
 
     def _may_remove(self, now: float) -> bool:
-        """Returns whether some requests may not have to be served; finding them takes time."""
+        """Returns whether some waiting requests may be unwanted; finding them takes time."""
         return self._cancelled or now >= self._first_deadline
 
     def remove(self, unwanted: Callable[[Request], bool]) -> None:
-        """Removes the requests that need not be served."""
+        """Removes the unwanted requests."""
         self._cancelled = False
         for name, client in [*self._clients.items()]:
             client.remove(unwanted)

@@ -29,17 +29,17 @@ _TILE_ROWS = 128  # kernels choose their splits as if no sequence had fewer rows
 class GraphBuckets:
     """The shapes that batches are padded to, so that one captured graph serves many batches.
 
-    A batch takes the smallest shape that holds its requests and rows. A batch that none holds is
-    computed without a graph: it has work enough to hide what launching it takes.
+    A batch takes the smallest shape that holds its requests and rows. A batch larger than every
+    shape is computed without a graph: it has enough work to hide the kernel launches.
 
     Args:
-        batch_sizes: requests, increasing; None is the powers of two up to the engine's
-            `max_batch_size`, and that.
-        row_counts: rows of all requests together, increasing: events to compute, and candidates
-            where these are rows.
-        ahead: whether all shapes are captured before the engine serves with a model; if not, each
-            when a batch first has it, which that batch waits for. A model that takes over has the
-            shapes that the one before has.
+        batch_sizes: numbers of requests, increasing; None is the powers of two below the engine's
+            `max_batch_size`, and `max_batch_size`.
+        row_counts: numbers of rows of all requests together, increasing. Rows are the events to
+            compute and, where candidates are rows, the candidates.
+        ahead: whether all shapes are captured before the engine serves a model; otherwise a shape
+            is captured for the first batch that needs it, which waits. With `Engine.swap`, the
+            shapes that the old model has captured are captured before the switch.
 
     Raises:
         ValueError: for counts that are not positive and increasing.
@@ -84,9 +84,9 @@ class Shape(NamedTuple):
     """The shape that a graph is captured for.
 
     Attributes:
-        batch: requests; those that a batch lacks have no rows.
-        rows: the rows of all together; those that a batch lacks belong to no request.
-        longest: rows of a request, at most. Kernels choose the number of splits (split-KV) by it.
+        batch: the number of requests, including padding requests, which have no rows.
+        rows: the number of rows of all requests and of padding rows, which belong to no request.
+        longest: the most rows of a request; kernels choose the number of splits (split-KV) by it.
     """
 
     batch: int
@@ -95,19 +95,19 @@ class Shape(NamedTuple):
 
 
 class StackGraphs:
-    """Runs a stack on batches that are padded to a few shapes, in buffers of its own.
+    """Runs a stack on batches padded to a few shapes, by CUDA graphs over static buffers.
 
-    A graph keeps the addresses of what it reads and writes. So a batch's tables and rows are copied
-    into buffers, and the graph of its shape is replayed: it reads lengths and pages there, writes
-    keys and values into the pages, and the output into a buffer. All shapes share the buffers and,
-    on a GPU, the memory of what is in between, so all must run on one stream. Only the stack is
-    captured: a model may do whatever it likes where it embeds and scores.
+    A graph has fixed addresses. So a batch's tables and rows are copied into static buffers, and
+    the graph of its shape is replayed: it reads lengths and pages from the buffers, and writes keys
+    and values into the pages and the output into a buffer. All shapes share the buffers and, on a
+    GPU, the memory pool of intermediate results, so they must all run on one stream. Only the stack
+    is captured; the embedding and scoring of a model need not be capturable.
 
-    A shape is captured on buffers without any request, so neither that nor its failure touches a
-    user's pages. If it fails, batches of that shape are computed without a graph from then on.
+    A shape is captured with an empty batch, so neither the capture nor its failure touches a user's
+    pages. If the capture fails, later batches of that shape are computed without a graph.
 
     Args:
-        stack: its parameters may change in place, but not move.
+        stack: the layers; their parameters may change in place, but not move.
         kv_cache: as `PagedKVCache.kv_cache`.
         buckets: the shapes.
         limits: the limits of the steps.
@@ -157,10 +157,11 @@ class StackGraphs:
             )
 
     def captures(self, served: StackGraphs | None) -> list[Callable[[], object]]:
-        """Returns what captures the shapes that are wanted before the first run, each by itself.
+        """Returns one function for each shape to capture before the first run.
 
         Args:
-            served: those that run until then, whose shapes are wanted; None if there are none.
+            served: the graphs of the model served until then. Unless all shapes are captured ahead,
+                the shapes to capture are those that `served` has captured; None if there is none.
         """
         had = [] if served is None else [s for s, replay in served._replays.items() if replay]
         shapes = dict.fromkeys(self._shapes() if self._ahead else had)
@@ -178,8 +179,8 @@ class StackGraphs:
         The first rows are those of the batch; they are valid until the next run.
 
         Args:
-            step: an open one of the cache.
-            batch: the batch of the same users.
+            step: an open step of the cache.
+            batch: the batch of the step's users.
             x: `(total, embedding_dim)`, the embedded rows.
             before_capture: is called before a graph is captured, which takes long.
 
@@ -188,7 +189,7 @@ class StackGraphs:
         """
         total = len(batch.rows.items)
         if (x.shape, x.dtype) != ((total, self._x.shape[1]), self._x.dtype):
-            return None  # the stack says what is wrong with it
+            return None  # the stack raises the error
         if step.is_returning:
             return None  # a graph would wait for the rows of all layers before the first
         shape = self._shape_of(len(batch.num_targets), total, batch.max_seq_len)
@@ -211,7 +212,7 @@ class StackGraphs:
         return next(shape for shape in self._of(batch, total) if shape.longest >= longest)
 
     def _of(self, batch: int, rows: int) -> list[Shape]:
-        """Returns the shapes for requests with about equal rows, and for other requests."""
+        """Returns a shape for requests with about equally many rows, and one for any requests."""
         most = min(rows, self._max_keys)
         even = min(most, max(-(-rows // batch), _TILE_ROWS))
         return [Shape(batch, rows, longest) for longest in sorted({even, most})]
@@ -228,7 +229,8 @@ class StackGraphs:
         """Copies the batch into the buffers, its tables padded to the shape by one copy."""
         page_offsets, page_ids, last_page_lens, cached_lens, _ = step.host_tables
         sections = _sections(shape.batch)
-        # Pinned, or the host would wait for the GPU. torch keeps it until the copy is done.
+        # With pageable memory the host would wait for the GPU. torch keeps pinned memory until the
+        # copy is done.
         on_host = torch.zeros(
             sections[-1].start + len(page_ids), dtype=torch.int32, pin_memory=self._tables.is_cuda
         )
@@ -286,7 +288,7 @@ class StackGraphs:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """Returns the powers of two below a count, and the count."""
+    """Returns the powers of two below `most`, and `most`."""
     return [*(2**n for n in range((most - 1).bit_length())), most]
 
 

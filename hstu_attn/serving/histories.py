@@ -1,4 +1,4 @@
-"""The events of its users that an engine knows, and the keys under which rows are cached."""
+"""The users' events that an engine has in memory, and the keys under which rows are cached."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class History(NamedTuple):
     """A user's events at one moment.
 
     Attributes:
-        key: the key under which a cache knows these events and those that will be appended to
-            them. No other events ever have it.
-        version: that of the store; 0 for a user without events.
+        key: the cache's id of these events and of events appended to them later. No other events
+            ever get the same key.
+        version: the version of the events in the store; 0 for a user without events.
         events: int64 `(n, 3)`, oldest first: item, time and action. The model reads them.
-        room: begins with the events, and has memory for more of them; None if it is not known.
-        stored: `(m, 3)`, with the events on items that the model does not know; None if there are
-            none of these.
+        room: a larger buffer that begins with the events, to append to; None if there is none.
+        stored: `(m, 3)`, the events including those on items that the model does not know; None if
+            there are no such events.
         ahead: `(k, 3)`, stored events that are later than the time range allows now.
     """
 
@@ -58,33 +58,33 @@ class History(NamedTuple):
 
     @property
     def in_time(self) -> Int64s:
-        """All that is stored but what is ahead, `(m, 3)`."""
+        """All stored events but those in `ahead`, `(m, 3)`."""
         return self.events if self.stored is None else self.stored
 
 
 class Histories:
-    """The histories of users whose rows may be cached, as they were when they were last read.
+    """The last read histories of the users whose rows may be cached; not thread-safe.
 
-    Cached rows are valid for the very events that they were computed from. Another process may have
-    changed a user's events since, and a server that crashed may have lost some. So whatever a store
-    returns is compared with what is known, and keeps its key only if it begins with that. A store
-    returns nothing where its version is the known one.
+    Cached rows are valid only for the events that they were computed from. Another process may have
+    changed a user's events since, and a server that crashed may have lost some. So the events that
+    a store returns are compared with the known history, and get the same key only if they begin
+    with it. A store returns no events of a user if the known version is still the current one.
 
-    Stored events that are later than `time_range` allows came when a clock was ahead, or the clock
-    of this process is behind. Which of the two cannot be known here, so they stay stored. While
-    they are too late they are left out of histories, and keep out no earlier event.
-
-    It is for one thread alone.
+    Stored events may be later than `time_range` allows, either because they came from a clock that
+    was ahead or because the clock of this process is behind. Since the two cases cannot be told
+    apart, such events stay stored. As long as they are too late, they are left out of histories and
+    do not prevent that earlier events are added.
 
     Args:
-        store: has the events.
-        capacity: events of all users to know, as many as a cache can hold; beyond these, the user
-            who was read least recently is not known any more. May be changed.
-        num_items: the items of stored events are below it.
-        num_actions: the actions of stored events are below it.
+        store: the store of the users' events.
+        capacity: the most events to keep in memory, as many as a cache can hold; beyond it, the
+            least recently read user is dropped. May be changed.
+        num_items: the upper limit of the items of stored events.
+        num_actions: the upper limit of the actions of stored events.
         free: is called with keys that no history has any more.
         time_range: as in `Engine`.
-        skip_unknown_items: whether items from `num_items` up are another model's, and left out.
+        skip_unknown_items: whether events on items from `num_items` up, which another model
+            stored, are left out of histories; False makes them an error.
     """
 
     def __init__(
@@ -104,18 +104,18 @@ class Histories:
         self._free = free
         self._time_range = time_range
         self._known: OrderedDict[User, History] = OrderedDict()
-        self._size = 0  # events of all, where a user counts as one at least
-        self._told = -math.inf  # when the log last had a line on events that are ahead
+        self._size = 0  # events of all users; a user counts at least one
+        self._told = -math.inf  # the time of the last log line on events that are ahead
         self._keys = itertools.count()
 
     def read(self, users: Sequence[User]) -> list[History | StoreDamagedError]:
-        """Returns the current histories; an unknown user has none, under a new key.
+        """Returns the current histories; an unknown user gets an empty one with a new key.
 
-        Where the store is damaged, or has events that the model does not know, an error is in the
-        place of the history.
+        If a user's events are damaged or are not the model's, the list has an error in place of the
+        history.
 
         Args:
-            users: each once.
+            users: users without repetition.
 
         Raises:
             StoreError: if the store cannot be read.
@@ -166,7 +166,7 @@ class Histories:
         return history
 
     def _tell_of(self, user: User, ahead: Int64s, latest: int) -> None:
-        """Logs that a user has events that are ahead, if no line has said so in the last minute."""
+        """Logs that a user has events that are ahead, at most once a minute."""
         if time.monotonic() - self._told >= _SECONDS_BETWEEN_LINES:
             self._told = time.monotonic()
             LOG.warning(
@@ -176,7 +176,7 @@ class Histories:
             )
 
     def _history(self, key: int, version: int, stored: Int64s, ahead: Int64s) -> History:
-        """Returns a history of stored events, without those on items that are not known."""
+        """Returns a history of stored events, without those on unknown items."""
         known = stored[:, ITEM] < self._num_items
         if known.all():
             return History(key, version, stored, ahead=ahead)
@@ -185,14 +185,14 @@ class Histories:
     def extended(self, user: User, history: History, events: Int64s) -> tuple[History, Change]:
         """Returns the history with a request's events, and the change that stores them.
 
-        An event that is equal to one of the history in item, time and action is that event, and is
-        left out: the request has been sent before. If the request's latest `max_events - drop`
-        events are all in the history, the whole request counts as a repetition and adds nothing:
-        its older events may have been dropped since. The others may not be older than the history's
-        last event. If the oldest events are dropped, the history gets a new key.
+        An event that equals an event of the history in item, time and action is left out: the
+        request has been sent before. If the request's latest `max_events - drop` events are all in
+        the history, the whole request counts as a repetition and adds nothing, because its older
+        events may have been dropped since. Other events must not be older than the history's last
+        event. If the oldest events are dropped, the history gets a new key.
 
-        Events that are ahead stay stored, after the new ones. They are stored anew for that, as
-        part of the change, since a store can only append.
+        Events that are ahead stay stored, after the new ones. Since a store can only append, the
+        change removes them and appends them again.
 
         Args:
             user: the user whose history it is.
@@ -200,7 +200,7 @@ class Histories:
             events: `(n, 3)`, oldest first.
 
         Raises:
-            EventOrderError: if an event is older than the last one.
+            EventOrderError: if a new event is older than the history's last one.
         """
         before, ahead = history.in_time, history.ahead
         if len(events):
@@ -228,7 +228,7 @@ class Histories:
         return History(key, history.version, *after, ahead=ahead), change
 
     def put(self, user: User, history: History) -> None:
-        """Makes a history, which is stored, the known one."""
+        """Keeps a history, whose events are stored, as the known history of its user."""
         replaced = self._known.pop(user, None)
         unused = []
         if replaced is not None:
@@ -249,14 +249,14 @@ class Histories:
         return [history.key for history in self._known.values()]
 
     def drop(self, *users: User) -> None:
-        """Forgets what is known and cached of users, who may be unknown."""
+        """Drops the histories and cached rows of users; unknown users are ignored."""
         dropped = [self._known.pop(user) for user in users if user in self._known]
         self._size -= sum(max(1, len(history.events)) for history in dropped)
         self._free([history.key for history in dropped])
 
 
 def _is_divided_elsewhere(history: History, latest: int) -> bool:
-    """Returns whether other events are ahead than when the history was read."""
+    """Returns whether `ahead` has become outdated since the history was read."""
     events, ahead = history.in_time, history.ahead
     return bool(
         (len(events) and events[-1, TIME] > latest) or (len(ahead) and ahead[0, TIME] <= latest)
@@ -264,9 +264,9 @@ def _is_divided_elsewhere(history: History, latest: int) -> bool:
 
 
 def _unknown(before: Int64s, events: Int64s, most: int) -> Int64s:
-    """Returns the events that are neither among those before nor twice among themselves.
+    """Returns the events that are not in `before`, without duplicates.
 
-    If the latest `most` events are all among those before, it returns none: the others may have
+    If the latest `most` events are all in `before`, it returns none: the other events may have
     been stored and dropped.
     """
     first = int(events[0, TIME])  # the oldest

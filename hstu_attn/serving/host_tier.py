@@ -1,4 +1,4 @@
-"""Pages of a KV cache in host memory, and the copies between them and those of the device."""
+"""Pages of a KV cache in host memory, and the copies between host and device pages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Returning:
 
     Args:
         device: the device of the cache.
-        layers: an event for each layer, recorded when its copies are done; none on a CPU, where
-            they are done when they have been made, and where there are no copies.
+        layers: a CUDA event for each layer, recorded after the layer's copies; empty without copies
+            and on a CPU, where copies are synchronous.
     """
 
     def __init__(self, device: torch.device, layers: list[torch.cuda.Event]) -> None:
@@ -48,24 +48,23 @@ class Returning:
 class HostTier:
     """Host pages `(layers, num_pages, words)` of each tensor of a cache, pinned if it is on a GPU.
 
-    On a GPU, copies of one step overlap with its computation. Below, `main` is the stream that is
-    current when the step begins, and `side` a stream of the tier's own. What may go wrong, and why
-    it does not:
+    On a GPU, the copies of a step overlap with its computation. Below, `main` is the stream that is
+    current when the step begins, and `side` is the tier's own stream. These races are prevented:
 
-    - The pages of an evicted user are written again too early. They are first gathered into a
-      buffer, on main: after all work of earlier steps, which wrote them, and before that of this
-      step, which may write them.
-    - A page is filled with a returning user's rows while its former owner's are still read. Side
-      waits for main before it writes any: for the work of earlier steps, and for the gathering.
-    - The rows of a returning user are read, or written next to, before they are there. Whoever uses
-      a layer lets its stream wait for that layer's event first (`Returning.wait`).
-    - Such a page is given to another user while side still writes it, because the step failed
-      before it came to that layer. The end of a step waits for the last layer in any case.
-    - A host page is written before it has been read, or read before it has been written. Only side
-      touches host pages, in the order in which `move` was called; and that is the order in which
-      the page table gave them away, if one lock is held over both.
-    - A buffer is used again while a copy still reads or writes it. Those of returning users belong
-      to side alone, and torch is told that side reads the one that main filled.
+    - The step overwrites pages of an evicted user before they are copied. So `main` first gathers
+      the pages into a buffer, after the work of earlier steps, which may have written them, and
+      before the work of this step, which may overwrite them.
+    - A page gets the rows of a returning user while a kernel still reads those of its former owner.
+      So `side` waits for the earlier steps and the gathering on `main` before it writes a page.
+    - A kernel reads a layer of a returning user, or appends to it, before the copy is done. So any
+      user of a layer first lets its stream wait for the layer's event (`Returning.wait`).
+    - A page is given to another user while `side` still writes it, because the step failed before
+      it used that layer. So the end of a step always waits for the last layer.
+    - A host page is overwritten before it has been read, or read before it has been written. So
+      only `side` touches host pages, in the order of the calls of `move`. This is the order in
+      which the page table assigned the pages if the caller holds one lock over both.
+    - A buffer is reused while a copy still reads or writes it. So only `side` uses the buffers of
+      returning users, and `record_stream` tells torch that `side` reads the one that `main` filled.
 
     Args:
         tensors: the tensors of the cache, each `(layers, device pages, ...)`, contiguous; a page of
@@ -73,7 +72,7 @@ class HostTier:
         num_pages: the number of pages of the host.
 
     Attributes:
-        lock: to hold from when the page table moves users until `move` has returned.
+        lock: to be held from the moment the page table moves users until `move` has returned.
         page_bytes: the bytes of one page in all layers and tensors.
     """
 
@@ -95,14 +94,14 @@ class HostTier:
 
     @torch.no_grad()
     def move(self, evicted: Int64s, returning: Int64s) -> Returning:
-        """Copies pages between the tiers; on a GPU it only starts to, and does not wait.
+        """Copies pages between the tiers; on a GPU asynchronously.
 
         Args:
-            evicted: `(2, n)` pages to copy to the host: those on the device, those on the host.
-            returning: `(2, n)` pages to copy to the device, likewise.
+            evicted: `(2, n)` pages to copy to the host: device pages, then host pages.
+            returning: `(2, n)` pages to copy to the device: device pages, then host pages.
 
         Returns:
-            What to wait for before a layer is used, and at the end of the step.
+            The copies to wait for before a layer is used, and at the end of the step.
         """
         if not evicted.size and not returning.size:
             return Returning(self._device, [])
@@ -116,7 +115,7 @@ class HostTier:
         return Returning(self._device, events)
 
     def settled(self) -> list[Tensor]:
-        """Returns the host pages when no copy is under way, as int64 `(layers, num_pages, words)`.
+        """Waits for all copies; returns the host pages as int64 `(layers, num_pages, words)`.
 
         The caller holds `lock`.
         """
@@ -126,7 +125,7 @@ class HostTier:
 
     @contextmanager
     def _on_side(self, *inputs: Tensor) -> Iterator[None]:
-        """Runs the block on the side stream, after main's work so far; it reads `inputs`."""
+        """Runs the block, which reads `inputs`, on the side stream after main's work so far."""
         if self._side is None:
             yield
             return
@@ -172,7 +171,8 @@ class HostTier:
 def _runs(pages: Int64s) -> list[tuple[int, int, int]]:
     """Finds runs of consecutive pages, each of which is copied at once.
 
-    Returns the indices of the first page of each run and after the last, and the first page.
+    Returns for each run the index of its first page, the index after its last page, and the
+    first page.
     """
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
     ends = np.append(starts[1:], len(pages))

@@ -32,8 +32,9 @@ class Rows(NamedTuple):
     Attributes:
         items: int64 `(total,)`, below the model's `num_items`.
         actions: int64 `(total,)`, what the user did, below `num_actions`; 0 for a candidate.
-        positions: int64 `(total,)`: of an event, how many of its user's events are before it; of a
-            candidate, how many events there are, so that equal candidates are equal.
+        positions: int64 `(total,)`: for an event, the number of earlier events of its user; for a
+            candidate, the number of all events of its user, so that its place in the list does not
+            matter.
         is_candidate: bool `(total,)`.
     """
 
@@ -62,9 +63,9 @@ class ModelSizes(Protocol):
 class ServedModel(ModelSizes, Protocol):
     """A model of events and candidates: an `HSTUStack` between an embedding and scores.
 
-    A row of the stack is an event or, where `candidates_are_rows`, a candidate. What a row is
-    embedded as must depend on that row alone, else it cannot be cached. A relative bias by position
-    counts candidates, so with one a candidate's score depends on its place in the list.
+    A row of the stack is an event or, where `candidates_are_rows`, a candidate. The embedding of a
+    row must depend on that row alone; otherwise it cannot be cached. A relative bias by position
+    counts candidates, so with such a bias a candidate's score depends on its place in the list.
     """
 
     @property
@@ -79,8 +80,8 @@ class ServedModel(ModelSizes, Protocol):
     def candidates_are_rows(self) -> bool:
         """Returns whether candidates are rows after the history (targets, in groups of one).
 
-        They are in ranking. Otherwise they are compared with the state after the last event, as in
-        retrieval.
+        True is usual for ranking. False, as in retrieval, compares candidates with the state after
+        the last event.
         """
 
     def embed(self, rows: Rows) -> Tensor:
@@ -92,8 +93,8 @@ class ServedModel(ModelSizes, Protocol):
     def score(self, states: Tensor, candidates: Tensor) -> Tensor:
         """Returns floating-point scores `(n,)` of candidates `(n,)` int64, or `(n, tasks)`.
 
-        `states` is `(n, embedding_dim)` of the stack's output: each candidate's own row or, where
-        candidates are no rows, that of the last event of its user.
+        `states` `(n, embedding_dim)` is the stack's output for each candidate: at its own row or,
+        where candidates are not rows, at the row of its user's last event.
         """
 
 
@@ -109,7 +110,7 @@ class CatalogModel(ServedModel, Protocol):
 
 
 class Requests(NamedTuple):
-    """Requests that a model computes whole, in host memory.
+    """Requests with all of their users' events, for a model without a cache, in host memory.
 
     Request `b` has the events `event_offsets[b] .. event_offsets[b + 1]` and the candidates
     `candidate_offsets[b] .. candidate_offsets[b + 1]`.
@@ -119,7 +120,7 @@ class Requests(NamedTuple):
         contexts: what the callers of `Engine.submit_score` gave as `context`.
         event_offsets: int64 `(B + 1,)`.
         events: int64 `(n, 3)`, each user's oldest first: item, time and action.
-        times: int64 `(B,)`, when the model is asked.
+        times: int64 `(B,)`, the times at which the model is queried.
         candidate_offsets: int64 `(B + 1,)`.
         candidates: int64 `(m,)`, items.
     """
@@ -135,10 +136,10 @@ class Requests(NamedTuple):
 
 @runtime_checkable
 class UncachedModel(ModelSizes, Protocol):
-    """A model whose rows change from request to request, so that each request is computed whole.
+    """A model whose rows change with every request, so that no keys and values can be cached.
 
-    That is so with contextual rows, which see all of the history and are seen by it, and where rows
-    are embedded by their age, or by their position counted from the end.
+    Examples are models with contextual rows, which see all of the history and are seen by it, and
+    models that embed the age of a row or its position counted from the end.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The priority of a process, by which the system divides its processors."""
+"""The scheduling priority (niceness) of a process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["take_priority"]
 def take_priority(process: int) -> None:
     """Gives each thread of this process the niceness of another process, on Linux.
 
-    The niceness belongs to a thread there, which passes it on to threads that it starts.
+    On Linux each thread has its own niceness, and threads that it starts inherit it.
 
     Args:
-        process: its id.
+        process: the id of the other process.
 
     Raises:
-        PermissionError: the niceness is lower, and this process may not lower its own. That needs
-            the capability CAP_SYS_NICE or a limit RLIMIT_NICE of 20 less the niceness.
+        PermissionError: this process may not lower its niceness to that of the other process.
+            Lowering it needs CAP_SYS_NICE or an RLIMIT_NICE of at least 20 minus the niceness.
     """
     wanted = os.getpriority(os.PRIO_PROCESS, process)
 
@@ -26,7 +26,7 @@ def take_priority(process: int) -> None:
             if os.getpriority(os.PRIO_PROCESS, thread) == wanted:
                 return False
             os.setpriority(os.PRIO_PROCESS, thread, wanted)
-        except ProcessLookupError:  # it has ended
+        except ProcessLookupError:  # the thread has ended
             return False
         return True
 

@@ -36,13 +36,13 @@ class Served(NamedTuple):
     """The engine and the application that a replica serves.
 
     Attributes:
-        engine: over a store that all replicas share.
+        engine: an engine over a store that all replicas share.
         app: the ASGI application of the engine, which closes it when it shuts down.
         metrics: an async function that returns what this replica contributes to `Replica.metrics`.
             The result is pickled, as metrics of prometheus_client can be.
-        change: lets the model that a `user_config` names take over, and raises an error where that
-            is not possible and nothing has changed. `{}` is the model that `build` has loaded.
-            None is for a deployment whose `user_config` is `{}`.
+        change: a function that switches to the model named by a `user_config`, or raises an error
+            and changes nothing. `{}` names the model that `build` has loaded. None is for a
+            deployment whose `user_config` is `{}`.
     """
 
     engine: Engine
@@ -54,18 +54,18 @@ class Served(NamedTuple):
 class Replica:
     """An engine and its application in a process of Ray Serve.
 
-    A second process, `memory-holder`, has the same memory. It lets the connections of a killed
-    replica be closed at once, and ends up to 0.2 s after it.
+    A second process, `memory-holder`, shares the memory of the replica. It allows the connections
+    of a killed replica to be closed at once, and ends up to 0.2 s after the replica.
 
-    Ray gives a worker the niceness of `RAY_worker_niceness`, 15 by default, so that a replica that
-    starts leaves the processors to those that serve. Once it has started, it takes the niceness of
-    the process that Ray has started it from. Where it may not (it lacks CAP_SYS_NICE), it logs a
-    warning and serves with its own.
+    Ray gives a worker the niceness of `RAY_worker_niceness`, 15 by default, so that a starting
+    replica leaves the processors to the serving ones. Once it has started, the replica takes the
+    niceness of the Ray process that has started it. Without permission to do so (CAP_SYS_NICE), it
+    logs a warning and serves with the niceness of its start.
 
     Args:
-        build: makes them. It gets the replica, by whose `forget` and `prune` the application
-            deletes events, and by whose `metrics` it returns those of all replicas.
-        arguments: are passed to `build` as well.
+        build: makes the `Served` engine and application. It is called with the replica, whose
+            `forget`, `prune` and `metrics` act on all replicas, and with `arguments`.
+        arguments: further arguments of `build`.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Replica:
         self._served = build(self, *arguments, **keywords)
         self._config: Any = {}
         self._started = False
-        _host.start_memory_holder()  # other replicas get what this one has not answered
-        # A full garbage collection walks over every object of torch and Ray, and no request is
-        # answered meanwhile. Frozen objects are left out of it.
+        _host.start_memory_holder()  # if this replica is killed, others get its unanswered requests
+        # A full garbage collection visits every object of torch and Ray, and delays all requests.
+        # It skips frozen objects.
         gc.collect()
         gc.freeze()
         if sys.platform == "linux":
@@ -91,15 +91,15 @@ class Replica:
         return self._served.app
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Lets the model that the deployment's `user_config` names take over, between two batches.
+        """Switches to the model named by the deployment's `user_config`, between two batches.
 
-        Ray calls it when the replica starts, and again when `user_config` is deployed with another
-        value, while requests are answered. A running replica keeps its model where the new one
-        cannot be served, and logs why: Ray would end a replica whose `reconfigure` fails.
+        Ray calls this when the replica starts, and again, while requests are served, when another
+        `user_config` is deployed. If the new model cannot be served, a running replica keeps its
+        model and logs the error instead of raising it, because Ray would then end the replica.
 
         Raises:
-            ValueError: there is a `user_config`, but no `Served.change`.
-            Exception: the replica starts, and `Served.change` has raised this.
+            ValueError: at the start, for a `user_config` without a `Served.change`.
+            Exception: at the start, whatever `Served.change` raises.
         """
         if user_config == self._config:  # Ray also calls it for other reasons.
             return
@@ -117,9 +117,9 @@ class Replica:
             self._config = user_config
 
     def check_health(self) -> None:
-        """Lets Ray replace the replica when its engine can no longer answer.
+        """Makes Ray replace the replica when its engine can no longer answer.
 
-        A store that fails is no reason: another replica would not reach it either.
+        A failing store does not fail this check: other replicas could not reach the store either.
 
         Raises:
             RuntimeError: the engine's thread has ended, or a batch takes longer than
@@ -133,7 +133,7 @@ class Replica:
             raise RuntimeError(f"a batch has taken {seconds:.0f} s")
 
     def forget(self, user: User) -> None:
-        """Deletes a user's events from the store, and what all replicas have cached of them.
+        """Deletes a user's events from the store, and the cached rows in all replicas.
 
         Raises:
             StoreError: if the store cannot delete them.
@@ -143,14 +143,14 @@ class Replica:
         self._ask_all("release", [user]).results(timeout_s=STUCK_SECONDS)
 
     def prune(self, *, before: int = 0, latest: int | None = None) -> int:
-        """Deletes old events of all users, and what all replicas have cached of them.
+        """Deletes old events of all users, and the cached rows in all replicas.
 
         Args:
             before: as in `Engine.prune`.
-            latest: likewise.
+            latest: as in `Engine.prune`.
 
         Returns:
-            How many users' events have been changed.
+            The number of users whose events have been changed.
 
         Raises:
             ValueError: for a negative number.
@@ -167,9 +167,9 @@ class Replica:
         return len(changed)
 
     def metrics(self) -> dict[str, Sequence[Any]]:
-        """Returns the metrics of each running replica by its id, the `replica` of Ray's metrics.
+        """Returns the metrics of each running replica by its id (label `replica` of Ray's metrics).
 
-        Those of a replica that does not answer are left out.
+        Replicas that do not answer are left out.
         """
         asked = self._ask_all("own_metrics")
         found = asked.results(timeout_s=SCRAPE_SECONDS, return_exceptions=True)
@@ -186,7 +186,7 @@ class Replica:
         return serve.get_replica_context().replica_tag, await self._served.metrics()
 
     async def release(self, users: Sequence[User]) -> None:
-        """Frees what this replica has cached of users."""
+        """Drops the cached rows of users in this replica."""
         await asyncio.to_thread(self._served.engine.forget, *users, stored=False)
 
     async def stats(self) -> dict[str, Any]:
@@ -195,25 +195,25 @@ class Replica:
 
 
 def deployment(**options: Any) -> serve.Deployment:
-    """Returns a deployment of `Replica`, to be bound to the arguments of that.
+    """Returns a deployment of `Replica`, to be bound to the arguments of `Replica`.
 
-    A request goes to the replica that a hash of its header `X-Session-Id` names, for which
-    `hstu_attn.serving.client.Client` takes the user; without the header, and where that replica has
-    too much to do or is gone, to another one. Any of them answers it rightly from the shared store;
-    the one that has served the user before has the user's pages. Where HAProxy is enabled
-    (`RAY_SERVE_ENABLE_HA_PROXY=1`), it chooses the replica by an algorithm of its own:
-    `RAY_SERVE_HAPROXY_BALANCE_ALGORITHM='hdr(X-Session-Id)'` does likewise.
+    A hash of the header `X-Session-Id`, to which `hstu_attn.serving.client.Client` sets the user,
+    chooses the replica of a request. Without the header, or if that replica is overloaded or gone,
+    the request goes to another one. Every replica answers correctly from the shared store, but only
+    the one that has served the user before has the user's pages. HAProxy, where it is enabled
+    (`RAY_SERVE_ENABLE_HA_PROXY=1`), has its own load balancing:
+    `RAY_SERVE_HAPROXY_BALANCE_ALGORITHM='hdr(X-Session-Id)'` hashes the header too.
 
-    Deployed again with another `user_config`, and otherwise as before, the replicas go on: one
-    after another, at most a fifth at a time, they change their model by `Served.change`. Other
-    changes replace the replicas: a quarter of the new ones, at least one, are started at a time,
-    and so many of the old ones are drained once they serve, so that a model that cannot be served
-    changes nothing. `serve.run` always replaces them, `serve deploy` and the REST API do not.
+    When only `user_config` changes in a new deployment, the replicas keep running and switch their
+    model by `Served.change`, at most a fifth of them at a time. Other changes replace the replicas:
+    new ones are started a quarter at a time, at least one, and as many old ones are drained once
+    these serve, so that a model that cannot be served changes nothing. `serve.run` always replaces
+    replicas; `serve deploy` and the REST API do not.
 
     Ray's access log is off unless `logging_config` is given.
 
     Args:
-        options: the options of `serve.deployment`, in place of those chosen here.
+        options: options of `serve.deployment`, which override those chosen here.
 
     Example:
         >>> def build(replica, model):
@@ -222,13 +222,13 @@ def deployment(**options: Any) -> serve.Deployment:
         >>> serve.run(deployment(num_replicas=2).bind(build, "model.pt"))
     """
     chosen: dict[str, Any] = {
-        "user_config": {},  # Ray calls `reconfigure` also where the YAML has none any more.
-        "max_ongoing_requests": 1024,  # the engine's queue is fair, and refuses what is too much
-        "max_queued_requests": 1024,  # of each proxy, when all replicas have as many as they may
+        "user_config": {},  # Ray calls `reconfigure` even if the YAML has no `user_config` any more
+        "max_ongoing_requests": 1024,  # the engine's own queue is fair, and sheds excess load
+        "max_queued_requests": 1024,  # for each proxy, once all replicas have reached their limit
         "backpressure_config": {"retry_after_s": 1},
         "max_surge_percent": 25,  # a start takes processors (GPUs, too) that serving needs
-        # RAY_SERVE_THROUGHPUT_OPTIMIZED=1 lets Ray write the lines of 1,000 requests at once, and
-        # no request is answered meanwhile.
+        # With RAY_SERVE_THROUGHPUT_OPTIMIZED=1 Ray writes the log lines of 1,000 requests at once,
+        # which delays all requests.
         "logging_config": {"enable_access_log": False},
     }
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":  # HAProxy chooses the replica itself.

@@ -31,9 +31,9 @@ LOG = logging.getLogger("hstu_attn.serving")
 
 _PRUNED_AT_ONCE = 500
 
-# A user's events are a string: 8 bytes of version, then 24 of each event, as in the arrays of the
-# host. KEYS are those of users; in the scripts that create or delete, the first is the count of
-# users. A missing string is the version of no events.
+# A user's events are a string: 8 bytes of version, then 24 bytes per event, as in the host's
+# arrays. KEYS are the users' keys; in scripts that create or delete, the first key is the count of
+# users. A missing string means no events and version 0.
 _NONE = b"\0" * 8
 _READ = """
 local found = {}
@@ -46,7 +46,7 @@ for n, key in ipairs(KEYS) do
 end
 return found
 """
-# A change that is sent a second time, because its answer was lost, finds its new version.
+# If a change is sent a second time, because its answer was lost, the string has the new version.
 _COMMIT = """
 local made, none = {}, ARGV[#ARGV]
 for n = 2, #KEYS do
@@ -78,9 +78,9 @@ _FORGET = """
 if redis.call('DEL', KEYS[2]) == 1 then redis.call('DECR', KEYS[1]) end
 return tonumber(redis.call('GET', KEYS[1]) or 0)
 """
-# An argument has, of each user: the version that was read, a new one, and how many events stay.
-# A string is deleted before a shorter one is set, which a server without memory would refuse as the
-# first change of a script.
+# Each user's argument has the version that was read, the new version, and the number of events to
+# keep. A string is deleted before a shorter one is set, because a server that is out of memory
+# refuses a script whose first change is a SET.
 _PRUNE = """
 local made = {}
 for n = 2, #KEYS do
@@ -101,7 +101,7 @@ for n = 2, #KEYS do
 end
 return {made, tonumber(redis.call('GET', KEYS[1]) or 0)}
 """
-# The arguments are the new note and, unless none is expected, the expected one.
+# The arguments are the new note and, if a note is expected, the expected one.
 _REPLACE_NOTE = """
 if (redis.call('GET', KEYS[1]) or nil) ~= ARGV[2] then return 0 end
 redis.call('SET', KEYS[1], ARGV[1])
@@ -112,19 +112,19 @@ return 1
 class RedisStore(EventStore):
     """Events in a Redis server, which the engines of several processes and machines may share.
 
-    Needs `pip install hstu_attn[redis]`. Each user's change is atomic and is made only on the
-    version that it was computed for, so two processes never lose each other's events; a batch's
-    changes take one round trip. If the connection fails meanwhile they may or may not have been
-    made; the requests fail, and when they are sent again no event is doubled.
+    Needs `pip install hstu_attn[redis]`. Each user's change is atomic and is made only if the
+    stored version is the one that it was computed from, so two processes never lose each other's
+    events. A batch's changes take one round trip. If the connection fails meanwhile, the changes
+    may or may not have been made; the requests fail, and retrying them duplicates no event.
 
-    What survives a crash of Redis is as the server is configured. With `appendonly yes`,
-    `appendfsync always` keeps every acknowledged event: if Redis cannot write, it ends before it
-    answers. With `everysec`, Redis's default, it answers before it knows, and may lose acknowledged
-    events of the last second or two when the machine loses power, when its disk is full, or when it
-    is killed while the disk is busy. Without an append-only file all since the last snapshot are
-    lost. `maxmemory-policy` must be `noeviction`, or Redis deletes histories when memory is short.
-    What is deleted stays in Redis's files until it writes them again, which `compact` starts.
-    The log warns of settings that lose events.
+    The server's settings decide what survives a crash of Redis. With `appendonly yes`,
+    `appendfsync always` keeps every acknowledged event: a Redis that cannot write exits before it
+    answers. With `everysec`, the default, Redis answers before the event is on the disk, and may
+    lose acknowledged events of the last second or two when the machine loses power, when its disk
+    is full, or when it is killed while the disk is busy. Without an append-only file all events
+    since the last snapshot are lost. `maxmemory-policy` must be `noeviction`, or Redis deletes
+    histories when memory is short. Deleted events stay in Redis's files until the files are
+    rewritten, which `compact` starts. The log warns of settings that lose events.
 
     Args:
         url: as in `redis.from_url`: `redis://[[user]:password@]host[:port]/[database]`, or
@@ -132,15 +132,15 @@ class RedisStore(EventStore):
         max_events: as in `EventStore`; the same in all processes.
         drop: as in `EventStore`.
         prefix: the beginning of all keys.
-        timeout: seconds to wait for the server's answer to a command. It is sent a second time only
-            if the connection has been closed, so that a server that hangs is not waited for twice.
+        timeout: seconds to wait for the server's answer to a command. A command is retried only if
+            the connection has been closed, so that a hanging server costs one timeout, not two.
         wait_aof: whether an event is acknowledged only when the append-only file has it on the disk
             (WAITAOF, of Redis 7.2 and later); for `appendfsync everysec`.
 
     Raises:
         ImportError: without the package `redis`.
-        ValueError: for a size out of range, a wrong URL, a cluster, or a server that lacks
-            WAITAOF or the append-only file for it, or never has that on the disk.
+        ValueError: for a size out of range, a wrong URL, a cluster, or with `wait_aof` a server
+            without WAITAOF, without an append-only file, or with `appendfsync no`.
         StoreError: if the server does not answer.
     """
 
@@ -172,7 +172,7 @@ class RedisStore(EventStore):
                 url,
                 socket_timeout=timeout,
                 socket_connect_timeout=timeout,
-                # A connection may be from before the server restarted.
+                # A pooled connection may be older than the server's restart.
                 retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
             )
         except ValueError as error:  # the URL may hold a password
@@ -207,7 +207,7 @@ class RedisStore(EventStore):
             self._users = int(self._client.get(self._count_key) or 0)
             try:
                 fsync = self._client.config_get("appendfsync").get("appendfsync", "unknown")
-            except self._refusal:  # of a user who may not ask for it
+            except self._refusal:  # the Redis user has no permission
                 fsync = "unknown"
             if self._wait_aof and fsync == "no":  # WAITAOF would never return
                 raise ValueError("wait_aof: expected a server with appendfsync everysec, got no")
@@ -334,14 +334,14 @@ class RedisStore(EventStore):
         return pruned
 
     def compact(self) -> None:
-        """Lets the server write its files again, without what was deleted, in the background.
+        """Makes the server rewrite its files in the background, without deleted data.
 
-        These are the append-only file and, where snapshots are on (the setting `save`), the
-        snapshot, which otherwise stays as it is.
+        The files are the append-only file and, if snapshots are on (the setting `save`), the
+        snapshot. With snapshots off, an old snapshot is not rewritten.
 
         Raises:
-            StoreError: if the server does not answer, or is writing one of them already: then call
-                this again later.
+            StoreError: if the server does not answer, or is already writing one of the files; in
+                that case call this again later.
         """
         with self._errors("compact"):
             append_only = self._client.info("persistence")["aof_enabled"]
@@ -354,18 +354,18 @@ class RedisStore(EventStore):
     # --- notes -----------------------------------------------------------------------------------
 
     def note(self, name: str) -> bytes | None:
-        """Returns what `set_note` stored last under a name, as `EventStore.note`."""
+        """Returns the value of a note, as `EventStore.note`."""
         with self._errors("read"):
             value: bytes | None = self._client.get(self._prefix + b"note:" + name.encode())
         return value
 
     def set_note(self, name: str, value: bytes) -> None:
-        """Stores a few bytes of the application, as `EventStore.set_note`."""
+        """Sets a note, as `EventStore.set_note`."""
         with self._errors("write"):
             self._client.set(self._prefix + b"note:" + name.encode(), value)
 
     def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
-        """Changes a note that is as expected, as `EventStore.replace_note`."""
+        """Sets a note that has the expected value, as `EventStore.replace_note`."""
         arguments = [value] if expected is None else [value, expected]
         with self._errors("write"):
             key = self._prefix + b"note:" + name.encode()
@@ -380,8 +380,8 @@ class RedisStore(EventStore):
         try:
             yield
         except self._failure as error:
-            # WRONGTYPE says that a key holds no string. The other users' keys may be right, so
-            # `Histories` then reads each user alone.
+            # WRONGTYPE means that a key does not hold a string. The other users' keys may be right,
+            # so `Histories` then reads each user separately.
             damaged = isinstance(error, self._refusal) and str(error).startswith("WRONGTYPE")
             kind = StoreDamagedError if damaged else StoreError
             raise kind(f"{self._place}: could not {action} events ({error})") from error

@@ -33,9 +33,9 @@ LOG = logging.getLogger("hstu_attn.serving")
 
 _APPLICATION, _LAYOUT = 0x48535455, 1  # PRAGMA application_id ("HSTU") and user_version
 _WAIT_SECONDS = 10.0  # to wait for another program that uses the file, such as a backup
-_PRUNED_AT_ONCE = 200  # users of a transaction, so that none holds up requests for long
+_PRUNED_AT_ONCE = 200  # users per transaction, so that no transaction delays requests for long
 
-# `seq` numbers a user's events; those from `first` to `next - 1` are there.
+# `seq` numbers a user's events; events `first` to `next - 1` exist.
 _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
@@ -65,31 +65,31 @@ COMMIT;
 
 
 class SQLiteStore(EventStore):
-    """Events in one file of a single process, which survive its end, kill -9 and a loss of power.
+    """Events in an SQLite file of one process; they survive its end, kill -9 and power loss.
 
     A `commit` is one transaction, which is on the disk when it returns, by one fsync of the
     write-ahead log; if it raises, nothing of it is stored. Opening reads no events, and takes as
     long for a million users as for one.
 
-    What a process that was killed has stored is recovered from the log when the file is opened,
-    with a warning that says so.
+    When the file is opened, the events that a killed process has stored are recovered from the log,
+    with a warning.
 
-    What is deleted is overwritten by zeros, and `forget` and `prune` empty the log beside the file
-    (`path` with `-wal`). Where SQLite has moved rows between pages it leaves copies in the unused
-    parts of pages; `compact` removes them, and commits wait for it.
+    Deleted events are overwritten with zeros, and `forget` and `prune` empty the log beside the
+    file (`path` with `-wal`). Where SQLite has moved rows between pages it leaves copies in the
+    unused parts of pages; `compact` removes the copies, and commits wait for it.
 
     Other programs may read the file while it is open, as `sqlite3 PATH ".backup COPY"` does.
 
     Args:
-        path: the path of the file, which is made where there is none. It must be on a local disk.
-        max_events: as in `EventStore`. It may differ from that of the store when it was made.
+        path: the path of the file, which is created if missing. It must be on a local disk.
+        max_events: as in `EventStore`. It may change between two openings of a file.
         drop: as in `EventStore`.
 
     Raises:
         OSError: if the file cannot be made or opened.
         ValueError: for a size out of range; for a file that is empty, damaged or something else,
             which is left as it is; if another process has it open.
-        StoreError: if what a killed process left cannot be recovered.
+        StoreError: if the events that a killed process has stored cannot be recovered.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_events: int, drop: int | None = None):
@@ -102,8 +102,8 @@ class SQLiteStore(EventStore):
             with self.path.open("r+b"):  # the system's error says more than SQLite's
                 pass
             log = Path(f"{self.path.resolve()}-wal")
-            was_killed = log.exists() and log.stat().st_size > 0  # an orderly end removes it
-            # The reader is not held up by a transaction of the writer.
+            was_killed = log.exists() and log.stat().st_size > 0  # `close` removes the log
+            # With a connection of its own, a reader does not wait for a transaction of the writer.
             self._reader, self._writer = self._open(), self._open()
             self._reading, self._writing = threading.Lock(), threading.Lock()
             if was_killed:
@@ -132,7 +132,7 @@ class SQLiteStore(EventStore):
         return lock
 
     def _make(self) -> None:
-        """Makes an empty store, which is whole once it has its name."""
+        """Creates an empty store under a temporary name, and renames it when it is complete."""
         for end in ("-wal", "-journal"):
             log = Path(f"{self.path}{end}")
             if log.exists():
@@ -147,7 +147,7 @@ class SQLiteStore(EventStore):
             try:
                 connection.executescript(_SCHEMA)
             finally:
-                connection.close()  # which moves the log's content into the file
+                connection.close()  # moves the log's content into the file
             os.rename(temporary, self.path)
             folder = os.open(self.path.parent, os.O_RDONLY)
             try:
@@ -191,9 +191,9 @@ class SQLiteStore(EventStore):
     # --- reading and appending -------------------------------------------------------------------
 
     def read(self, users: Sequence[User], versions: Sequence[int]) -> list[Stored | None]:
-        """Reads the events of users of which the caller has none.
+        """Reads the events of the users whose version is 0.
 
-        No other process changes events, so those that the caller has are not read again.
+        No other process changes events, so events that the caller has are not read again.
         """
         keys = [
             None if version else user_key(user)
@@ -279,7 +279,7 @@ class SQLiteStore(EventStore):
         self._writer.execute("UPDATE counts SET users = users - 1")
 
     def prune(self, *, before: int = 0, latest: int | None = None) -> Iterator[list[User]]:
-        """Deletes old events, some users in a transaction; as `EventStore.prune`."""
+        """Deletes old events, some users per transaction; as `EventStore.prune`."""
         check_limits(before, latest)
         number: int | None = 0
         while number is not None:
@@ -297,8 +297,8 @@ class SQLiteStore(EventStore):
     ) -> tuple[int | None, list[User], int]:
         """Prunes the users with the next numbers.
 
-        Returns the last of them, or None if there was none; the users changed; and how many of
-        them have no events any more.
+        Returns the last number, or None if there was none; the changed users; and how many of them
+        have no events any more.
         """
         execute = self._writer.execute
         rows = execute(
@@ -335,7 +335,7 @@ class SQLiteStore(EventStore):
             )
 
     def compact(self) -> None:
-        """Rewrites the file (VACUUM), for which the disk needs room for it twice."""
+        """Rewrites the file (VACUUM); the disk needs free space of twice the file's size."""
         with self._errors("compact"), self._writing:
             self._writer.execute("VACUUM")
             self._empty_log()
@@ -343,18 +343,18 @@ class SQLiteStore(EventStore):
     # --- notes -----------------------------------------------------------------------------------
 
     def note(self, name: str) -> bytes | None:
-        """Returns what `set_note` stored last under a name, as `EventStore.note`."""
+        """Returns the value of a note, as `EventStore.note`."""
         with self._errors("read"), self._reading:
             row = self._reader.execute("SELECT value FROM notes WHERE name = ?", [name]).fetchone()
         return None if row is None else bytes(row[0])
 
     def set_note(self, name: str, value: bytes) -> None:
-        """Stores a few bytes of the application, as `EventStore.set_note`."""
+        """Sets a note, as `EventStore.set_note`."""
         with self._errors("write"), self._writing, self._transaction(self._writer):
             self._writer.execute("REPLACE INTO notes VALUES (?, ?)", [name, value])
 
     def replace_note(self, name: str, expected: bytes | None, value: bytes) -> bool:
-        """Changes a note that is as expected, in one transaction; as `EventStore.replace_note`."""
+        """Sets a note that has the expected value, as `EventStore.replace_note`."""
         execute = self._writer.execute
         with self._errors("write"), self._writing, self._transaction(self._writer):
             row = execute("SELECT value FROM notes WHERE name = ?", [name]).fetchone()
@@ -381,7 +381,7 @@ class SQLiteStore(EventStore):
             yield
             connection.execute("COMMIT")
         except BaseException:
-            # SQLite has rolled back by itself after some errors, and then says so.
+            # After some errors SQLite has already rolled back, and then ROLLBACK fails.
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             raise
@@ -391,7 +391,7 @@ class SQLiteStore(EventStore):
         try:
             yield
         except (sqlite3.Error, OverflowError) as error:
-            # A damaged file raises DatabaseError, and none of its subclasses; damaged rows raise
+            # A damaged file raises DatabaseError itself, not a subclass; damaged rows raise
             # IntegrityError.
             damaged = type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError)
             kind = StoreDamagedError if damaged else StoreError
@@ -399,5 +399,5 @@ class SQLiteStore(EventStore):
 
 
 def _new_version() -> int:
-    """Returns a number that no version had before, nor 0."""
+    """Returns a version that is unique and not 0."""
     return secrets.randbits(62) + 1

@@ -17,12 +17,12 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 @dataclass
 class Histogram:
-    """A count of values between bounds.
+    """A histogram with fixed buckets, as in Prometheus.
 
     Attributes:
-        bounds: increasing; bucket `n` holds the values up to `bounds[n]` and above the bound
-            before, and one more bucket the rest.
-        counts: the counts of each bucket.
+        bounds: increasing; bucket `n` holds the values above `bounds[n - 1]` up to `bounds[n]`,
+            and one more bucket holds the values above all bounds.
+        counts: the count of each bucket.
         total: the sum of the values.
     """
 
@@ -44,32 +44,33 @@ class EngineStats:
     """Counts of what an engine has done since it was made, and its state at one moment.
 
     Attributes:
-        requests: accepted; each ends as completed, failed, cancelled, expired or displaced.
+        requests: accepted requests; each ends as completed, failed, cancelled, expired or
+            displaced.
         completed: requests that were answered.
-        failed: requests that ended by an error.
-        cancelled: ended by the caller, or its deadline passed while it was computed; without an
-            effect.
-        expired: its deadline passed before it was computed; without an effect.
-        displaced: dropped in favor of a client or a user with fewer requests, when the queue was
-            full; without an effect.
-        rejected: refused because the queue was full; not among `requests`.
-        shed: refused because it was expected to wait for too long; not among `requests`.
+        failed: requests that ended with an error.
+        cancelled: requests that the caller cancelled, or whose deadline passed while they were
+            computed; they had no effect.
+        expired: requests whose deadline passed before they were computed; they had no effect.
+        displaced: requests dropped from a full queue in favor of a client or a user with fewer
+            requests; they had no effect.
+        rejected: requests refused because the queue was full; not counted in `requests`.
+        shed: requests refused because of a long expected wait; not counted in `requests`.
         batches: the batches that were computed.
         graph_batches: the batches that a captured graph computed.
         hit_tokens: rows of events that the cache had, so that they were not computed.
         new_tokens: rows of events that came with the requests.
-        recomputed_tokens: other rows of events that were computed: the last one before a request,
-            whose time may have changed; and those of evicted users, of shortened histories and of
-            what was in the store beforehand.
+        recomputed_tokens: other rows of events that were computed: the last event before a request,
+            whose row time may have changed; and events of evicted users, of shortened histories and
+            of users whose events were in the store beforehand.
         batch_size: the sizes of the batches, in requests.
         latency: the time from submission to the answer, in seconds, of completed requests.
         queue_time: the time from submission to the batch, in seconds, of computed requests.
         step_time: how long the computation of a batch took, in seconds.
         queued: requests that wait now.
-        backlog: seconds that the last of these will wait, at the pace of the latest batches; 0 if
-            all fit into the next one.
-        running: seconds since the batch that is computed now was taken; 0 if there is none.
-        users: how many have events in the store now.
+        backlog: seconds that the last waiting request will wait, at the pace of the latest batches;
+            0 if all requests fit into the next batch.
+        running: seconds since the running batch was taken from the queue; 0 if there is none.
+        users: the number of users with events in the store now.
     """
 
     requests: int = 0
@@ -106,12 +107,12 @@ class Counters:
 
     @contextmanager
     def change(self) -> Iterator[EngineStats]:
-        """Yields the counts, for this thread alone until the block is left."""
+        """Yields the counts, locked for this thread until the block ends."""
         with self._lock:
             yield self._stats
 
     def snapshot(self, **now: Any) -> EngineStats:
-        """Returns a copy of the counts, with the fields of the present from `now`."""
+        """Returns a copy of the counts, with the fields on the present state set from `now`."""
         with self._lock:
             stats = self._stats
             copied = replace(stats, **now)

@@ -1,4 +1,4 @@
-"""Opens a store by the name of its place."""
+"""Opens a store by a path or a URL."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def open_store(
 
     Args:
         place: `memory`; a URL that begins with `redis://`, `rediss://` or `unix://`; or the path of
-            an SQLite file, which is made where there is none.
+            an SQLite file, which is created if missing.
         max_events: as in `EventStore`.
         drop: as in `EventStore`.
-        max_users: how many users a store in memory has.
+        max_users: the most users of a store in memory.
 
     Raises:
         ImportError, OSError, ValueError, StoreError: as the stores.

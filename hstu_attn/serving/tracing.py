@@ -18,7 +18,7 @@ __all__ = ["current_span", "record_spans"]
 
 
 def current_span() -> Any:
-    """Returns the caller's span, or None if there is none that is recorded."""
+    """Returns the caller's span, or None if there is none or it is not recorded."""
     if trace is None:
         return None
     span = trace.get_current_span()
@@ -28,14 +28,14 @@ def current_span() -> Any:
 def record_spans(
     requests: Iterable[Request], taken: float, started: float, computed: float, batch_size: int
 ) -> None:
-    """Records what happened to the requests of a batch, below the spans of their callers.
+    """Records spans for the requests of a batch, as children of the callers' spans.
 
     Args:
-        requests: those without a span are left out.
+        requests: the requests of the batch; those without a span are left out.
         taken: when the batch was taken from the queue, by `time.monotonic`.
         started: when the step that computed these requests began.
-        computed: when its answers were there.
-        batch_size: requests of the step.
+        computed: when the step's answers had been computed.
+        batch_size: the number of requests of the step.
     """
     recorded = [request for request in requests if request.span is not None]
     if not recorded:
@@ -62,7 +62,7 @@ def record_spans(
 def _start_of_monotonic_time() -> int:
     """Returns when `time.monotonic` was 0, in nanoseconds since the epoch.
 
-    The thread may have to wait between the readings of two clocks, so the closest ones count.
+    The thread may be descheduled between the readings of two clocks, so the closest pair counts.
     """
     readings = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(3)]
     before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])

@@ -1,4 +1,4 @@
-"""The requests that wait for an engine. Those that are not computed end with an error here."""
+"""The requests that wait for an engine. Dropped and expired requests end with an error here."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Waiting"]
 
 
 class Waiting:
-    """A `FairQueue` on the clock of `time.monotonic`, which ends what is not to be computed.
+    """A `FairQueue` on the clock of `time.monotonic` that ends dropped and expired requests.
 
-    It is not thread-safe, but for the counters.
+    Only the counters are thread-safe.
 
     Args:
         queue: the requests that wait.
-        max_wait: how long a request may wait for others to join it, in seconds.
-        counters: count what becomes of requests.
+        max_wait: how long a request may wait for others to join its batch, in seconds.
+        counters: count how requests end.
     """
 
     def __init__(self, queue: FairQueue, max_wait: float, counters: Counters) -> None:
@@ -32,10 +32,10 @@ class Waiting:
         return len(self.queue)
 
     def admit(self, request: Request) -> None:
-        """Lets a request wait, and may end another one in its place.
+        """Appends a request to the queue, which may displace and so end another one.
 
         Raises:
-            DeadlineError: if its deadline has passed.
+            DeadlineError: if the request's deadline has passed.
             OverloadedError: as `FairQueue.put`.
         """
         now = request.submitted
@@ -59,7 +59,7 @@ class Waiting:
             self._displace(displaced)
 
     def check(self, client: str) -> None:
-        """Refuses what `admit` would refuse in any case.
+        """Checks whether `admit` might accept a request of a client.
 
         Raises:
             LongWaitError: as `FairQueue.check`.
@@ -73,7 +73,7 @@ class Waiting:
 
     @property
     def patience(self) -> float:
-        """Returns for how many seconds more a batch that is not full waits for further requests."""
+        """Returns the seconds that a batch that is not full still waits for further requests."""
         if len(self.queue) >= self.queue.max_batch_size:
             return 0.0
         return max(0.0, self.queue.oldest + self.max_wait - time.monotonic())
@@ -88,11 +88,11 @@ class Waiting:
         return self.queue.take(time.monotonic(), self._dropped)
 
     def finish(self) -> None:
-        """Notes that the batch that was taken last has been served."""
+        """Records that the batch taken last has been served."""
         self.queue.finish(time.monotonic())
 
     def level(self) -> dict[str, float]:
-        """Returns the fields of `EngineStats` about the requests that wait or are computed now."""
+        """Returns the fields of `EngineStats` on waiting and running requests."""
         now, started = time.monotonic(), self.queue.started
         return {
             "queued": len(self.queue),
@@ -101,7 +101,7 @@ class Waiting:
         }
 
     def _dropped(self, request: Request) -> bool:
-        """Returns whether a waiting request need not be served any more; if so, ends it."""
+        """Returns whether a waiting request is cancelled or past its deadline; if so, ends it."""
         future = request.future
         late = time.monotonic() >= request.deadline
         if not (late or future.cancelled()):
@@ -116,7 +116,7 @@ class Waiting:
         return True
 
     def _displace(self, request: Request) -> None:
-        """Ends a request that gave way to another."""
+        """Ends a request that another one has displaced from the queue."""
         wanted = request.future.set_running_or_notify_cancel()
         with self._counters.change() as stats:
             if wanted:

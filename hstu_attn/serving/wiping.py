@@ -1,4 +1,4 @@
-"""Overwrites the rows that pages of a KV cache still hold of users who have been forgotten."""
+"""Overwrites the rows of forgotten users that are still in pages of a KV cache."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ __all__ = ["UsedPages"]
 
 
 class UsedPages:
-    """The pages of one memory that may hold rows of users who have been forgotten.
+    """The pages of one memory tier that may hold rows of forgotten users.
 
     Args:
-        num_pages: pages of the memory, all zeros.
+        num_pages: pages of the tier, which are all zeros at first.
         page_size: tokens of a page.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._page_size = page_size
-        self._written = np.zeros(num_pages, np.bool_)  # since the last `wipe`
-        self._held = np.zeros(num_pages, np.bool_)  # by users, at the last `wipe`
+        self._written = np.zeros(num_pages, np.bool_)  # whether written since the last `wipe`
+        self._held = np.zeros(num_pages, np.bool_)  # whether a user had it at the last `wipe`
 
     def add(self, pages: np.ndarray[Any, Any]) -> None:
-        """Notes that pages `(n,)` are being written."""
+        """Records that pages `(n,)` are being written."""
         self._written[pages] = True
 
     @torch.no_grad()
     def wipe(
         self, tensors: Sequence[Tensor], held: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> None:
-        """Overwrites by zeros all rows but those of users' tokens.
+        """Overwrites with zeros all rows that hold no token of a user.
 
         Args:
-            tensors: int64 `(layers, num_pages, words)`, of which a page has keys and values of
+            tensors: int64 `(layers, num_pages, words)`; a page has the keys and values of
                 `page_size` tokens.
-            held: the pages of each user in this memory, in order, which may be none.
-            lengths: how many tokens each user has.
+            held: the pages of each user in this tier, in order; may be empty.
+            lengths: the number of tokens of each user.
         """
-        tokens = np.zeros(len(self._held), np.int64)  # of each page
+        tokens = np.zeros(len(self._held), np.int64)  # the number of tokens in each page
         pages = np.fromiter(chain.from_iterable(held), np.int64)
         counts = np.fromiter(map(len, held), np.int64, len(held))
         some = counts > 0
