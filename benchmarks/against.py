@@ -6,10 +6,10 @@
 DIR is another checkout with a built library. One process can hold only one build, so each has a
 worker process that imports `hstu_attn` from its checkout and everything else from this tree. Both
 make the same inputs of a case, check the results and warm up. Then they take turns (`VISITS`), and
-another one goes first each time. In a visit a worker times all its variants in interleaved rounds,
-after some that do not count. The ratio of a visit is the median of the new library by that of the
-old one, the median ratio of all visits counts, and their range says how far to trust it. Below 1
-the new library, that of this tree, is the faster one.
+alternate in going first. In a visit a worker times all its variants in interleaved rounds, after
+some warm-up rounds. The ratio of a visit is the new library's median time divided by the old
+library's. Reported are the median ratio of all visits and their range, which shows how reliable it
+is. A ratio below 1 means that the new library (of this tree) is faster.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def serve(
     requests: TextIO,
     answers: TextIO,
 ) -> None:
-    """Answers each line of `requests`, JSON as all answers, until there are no more.
+    """Answers each line of `requests` until the stream ends; requests and answers are JSON.
 
-    A number asks for the case of that number: its variants are prepared, and the answer names
-    their errors. "time" asks for a visit: the answer is a list of implementation, pass and time,
-    null for one that failed.
+    A number selects the case with that index: its variants are prepared, and the answer lists
+    their errors. "time" requests a visit: the answer is a list of implementation, pass and time,
+    where the time of a failed variant is null.
     """
     variants: list[Variant] = []
     for line in requests:
@@ -113,7 +113,7 @@ class Worker:
         if not list(package.glob("_C*.so")):
             raise ValueError(f"--against: expected a built library in {package}, got none")
         self.checkout = checkout
-        # The folder has the package and nothing else, so that benchmarks are those of this tree.
+        # The folder holds only the package, so that `benchmarks` is imported from this tree.
         self._folder = tempfile.TemporaryDirectory(prefix="against-")
         Path(self._folder.name, "hstu_attn").symlink_to(package)
         paths = [self._folder.name, str(ROOT), os.environ.get("PYTHONPATH")]
@@ -201,7 +201,7 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """Returns the geometric means of the ratios by implementation and pass, as lines."""
+    """Returns lines of text: the geometric mean ratio of each implementation and pass."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(f"{record['impl']}, {record['pass']}", []).append(record)
@@ -220,13 +220,13 @@ def summary(records: Sequence[Record]) -> list[str]:
 def compare(
     name: str, cases: Sequence[Any], options: argparse.Namespace, arguments: Sequence[str]
 ) -> int:
-    """Times the library of this tree and that of `--against` by turns; prints and writes.
+    """Times this tree's library alternately with `--against`'s; prints and writes the ratios.
 
     Args:
         name: the name of the benchmark's module.
-        cases: what is compared.
+        cases: the cases to compare.
         options: the parsed command line.
-        arguments: the command line, which the workers are given too.
+        arguments: the command line, which is also passed to the workers.
 
     Returns:
         The exit status: 1 if something failed in either library.

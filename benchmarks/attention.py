@@ -6,17 +6,17 @@
     python -m benchmarks.attention --against ../old --impls hstu_attn
 
 The cases are those of cases.py, the implementations those of implementations.py. Each
-implementation of HSTU attention is first held to the tolerance of the tests, on a small batch of
+implementation of HSTU attention is first checked against the tests' tolerance, on a small batch of
 the same kind. Then rounds are interleaved (in each, every implementation runs once, on the next of
-several input sets, which together are too large for the caches wherever a batch is large), and the
-median counts.
+several input sets, which together exceed the caches wherever a batch is large), and the median
+over the rounds is reported.
 
-Times are those of the GPU, by events, of the forward without gradients and of the backward alone.
-FLOPs are counted from the pairs of a row and a key that it sees, half of all for plain causal; the
-backward counts 2.5 times the forward. "share" is that of a product of two 8192 x 8192 matrices in
-bf16, measured in the same run. "host" is the time in microseconds that a call takes of the host,
-with nothing to wait for. Where something fails, the record says so, the rest goes on, and if it was
-this library that failed the exit status is 1.
+Times are GPU times, by CUDA events, of the forward without gradients and of the backward alone.
+FLOPs are counted from the visible pairs of a row and a key, half of all pairs for plain causal; the
+backward counts 2.5 times the forward. "share" is the fraction of the FLOP/s of an 8192^3 bf16
+matrix product in the same run. "host" is the host's time of a call in microseconds, without waiting
+for the GPU. A failure is stored in its record, and the run goes on; if this library failed, the
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def impl_names(options: argparse.Namespace) -> Sequence[str]:
 
 @functools.cache
 def make_implementations(*names: str) -> list[Implementation]:
-    """Returns the implementations of these names; what is missing for one of the others is printed.
+    """Returns the implementations of these names; baselines that are not installed are reported.
 
     Raises:
-        ValueError: the name of no implementation.
+        ValueError: a name is not one of an implementation.
     """
     found = []
     for name in names:
@@ -100,7 +100,7 @@ def is_host(direction: str) -> bool:
 
 
 def variants(run: Run, case: Case) -> list[Variant]:
-    """Returns the passes of a case, by each implementation that takes it."""
+    """Returns the passes of a case for each implementation that supports it."""
     gpu = run.the_gpu()
 
     @functools.cache

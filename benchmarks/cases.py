@@ -4,14 +4,14 @@
 - rab: a dense bias, with and without its gradient
 - relative: a relative bias with the gradients of its tables, to compare with the same batch of
   `table` and with the dense bias of `rab`
-- fp8: the forward of quantized q, k and v beside that in bf16
-- fp8_backward: the backward whose products are in e4m3 beside that in bf16
-- deterministic: the backward that gives the same bits on every run
-- masks: masks other than plain causal, by the tiles that a kernel has to work on
+- fp8: the forward with quantized q, k and v, compared with bf16
+- fp8_backward: the backward with products in e4m3, compared with bf16
+- deterministic: the bitwise deterministic backward
+- masks: masks other than plain causal, compared by the number of tiles that a kernel computes
 - latency: one short sequence
-- host: the time that a call takes of the host, on a sequence too short to keep a GPU busy
-- scan: random causal shapes against softmax attention, and many tiny sequences; it is measured only
-  where it is requested by name
+- host: the host's time of a call, on a sequence too short to keep a GPU busy
+- scan: random causal shapes against softmax attention, and many tiny sequences; measured only if
+  requested by name
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ TABLE_LENGTHS = ((32, 1024), (16, 2048), (8, 4096), (4, 8192), (2, 16384))
 MASKS = ("causal", "context", "targets", "local", "semi-local", "row spans", "func")
 LATENCY_LENGTHS = (64, 128, 256, 512)
 BUCKETS = 128
-# The gaps between a user's events: their fraction, and their mean [s]. Bursts, hours and days.
+# Kinds of gaps between a user's events, as (fraction, mean [s]): bursts, hours and days.
 GAPS = ((0.6, 60.0), (0.25, 3600.0), (0.15, 3 * 86400.0))
 SCAN_HEAD_DIMS, SCAN_SHAPES = (32, 40, 64, 96, 128, 192, 256), 30  # of each head dim
 SCAN_BATCHES, SCAN_LENGTHS, SCAN_HEADS = (1, 1024), (50, 32768), (1, 2, 4, 8)
 SCAN_TOKENS = 2**17  # of a batch, at most
 CONTEXTS, TARGETS = 8, 64
-WINDOW, PREFIX = 1 / 4, 1 / 16  # fractions of the longest sequence; for masks that have a prefix
+WINDOW, PREFIX = 1 / 4, 1 / 16  # of masks, as fractions of the longest sequence
 SMALL = (1, 67, 300)  # lengths of the batch that is checked
 
 
@@ -69,9 +69,9 @@ class Case:
         mask_name: one of `MASKS`, or "context + targets".
         bias_heads: heads of a dense bias; 0 for none.
         bias_gradient: whether the dense bias gets a gradient.
-        tables: those of a relative bias, of "position" and "time"; they get gradients.
-        deterministic: whether the backward has to repeat its bits.
-        passes: the passes to measure, of "forward", "backward", "host" and "host with autograd".
+        tables: tables of a relative bias ("position", "time"), which get gradients.
+        deterministic: whether the backward must be bitwise deterministic.
+        passes: the passes to measure: "forward", "backward", "host" or "host with autograd".
     """
 
     batch: int
@@ -125,7 +125,7 @@ class Case:
 
     @property
     def has_bias(self) -> bool:
-        """Returns whether something is added to the scores."""
+        """Returns whether a bias is added to the scores."""
         return bool(self.bias_heads or self.tables)
 
     @property
@@ -159,7 +159,7 @@ class Case:
         return made[self.mask_name]()
 
     def _given_mask(self, lengths: list[int], device: str) -> Mask:
-        """Returns a mask of the first tokens and a window, in either form of an arbitrary mask."""
+        """Returns a mask of a prefix and a sliding window, as row spans or as `func`."""
         row = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
         prefix = (row + 1).clamp(max=int(PREFIX * max(lengths)))
         window = int(WINDOW * max(lengths))
@@ -169,7 +169,7 @@ class Case:
         return Mask.from_func(torch.stack(spans[1:])[None].to(device))
 
     def make(self, seed: int, device: str, lengths: list[int] | None = None) -> Batch:
-        """Returns the batch with random contents; with other lengths, one of the same kind."""
+        """Returns the batch with random contents, and with `lengths` if they are given."""
         lengths = self.lengths if lengths is None else lengths
         torch.manual_seed(seed)
         bias: DenseBias | RelativeBias | None = None
@@ -189,7 +189,7 @@ class Case:
         )
 
     def _relative_bias(self, lengths: list[int], device: str) -> RelativeBias:
-        """Returns random tables, and the times of users' events, one gap after another."""
+        """Returns random tables, and event times that are separated by random gaps."""
 
         def table(size: int) -> Tensor:
             return torch.empty(self.heads, size, device=device).uniform_(-1, 1)
@@ -208,7 +208,7 @@ class Case:
         return self.make(0, device, list(SMALL))
 
     def visible_pairs(self) -> float:
-        """Returns the number of pairs of a row and a key that it sees, of one head."""
+        """Returns the number of visible pairs of a row and a key, for one head."""
         if self.mask_name == "causal":
             return sum(length**2 for length in self.lengths) / 2
         offsets = torch.tensor([0, *self.lengths]).cumsum(0)
@@ -238,7 +238,7 @@ class Case:
                 0 if counts is None else int(counts[n])
                 for counts in (mask.num_contexts, mask.num_targets)
             )
-            key = (length, contexts, targets)  # given masks have equal sequences
+            key = (length, contexts, targets)  # with arbitrary masks all sequences are equal
             if key not in counted:
                 visible = dense_mask(
                     mask, length, length,
@@ -344,7 +344,7 @@ def scan_cases(head_dims: tuple[int, ...] = SCAN_HEAD_DIMS) -> list[Case]:
     """Returns the cases of the group "scan", which are the same on every run.
 
     Args:
-        head_dims: some of `SCAN_HEAD_DIMS`; cases of the others are left out.
+        head_dims: a subset of `SCAN_HEAD_DIMS`; only its cases are returned.
     """
     rng, cases = random.Random(0), []
     for head_dim in SCAN_HEAD_DIMS:
@@ -377,5 +377,5 @@ GROUPS = (*_MAKERS, "scan")
 
 
 def attention_cases(head_dims: tuple[int, ...] = HEAD_DIMS) -> list[Case]:
-    """Returns the cases of benchmarks.attention but those of the scan, group by group."""
+    """Returns the cases of benchmarks.attention except the scan, group by group."""
     return [w for make in _MAKERS.values() for head_dim in head_dims for w in make(head_dim)]

@@ -1,7 +1,8 @@
 """The command line that all benchmarks share.
 
-It imports neither torch nor anything that does: a program makes its parser, and where it is run it
-parses the command line, before it imports more. So `--help` and a wrong option end it at once.
+This module does not import torch, directly or indirectly: a benchmark makes its parser, and parses
+the command line if it is run, before it imports more. So `--help` and a wrong option end it at
+once.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def parser(
         name: the name of the module.
         description: its docstring, which `--help` prints as it is.
         rounds: default of `--rounds`; None for a benchmark without rounds.
-        cases: help of `--cases`; None for a benchmark of one case.
+        cases: help text of `--cases`; None for a benchmark with a single case.
         against: whether it compares two builds of the library (`against.py`).
-        trace: what `--trace` stores a trace of; None for a benchmark without traces.
-        concurrency: default of `--concurrency`, for a benchmark that loads an engine.
+        trace: for the help text: what `--trace` records; None for a benchmark without traces.
+        concurrency: default of `--concurrency`, for a load test.
     """
     made = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
@@ -66,7 +67,7 @@ def parser(
 
 
 def add_runs(made: argparse.ArgumentParser, *, shown: str) -> None:
-    """Adds the options of a benchmark that makes runs of an example, one for each seed.
+    """Adds the options of a benchmark that runs an example once for each seed.
 
     Args:
         made: what `parser` returned.

@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 8 -m benchmarks.context --json context.json
     python -m benchmarks.context --length 32768 --rounds 5
 
-It measures the forward and the backward of one long causal sequence. The first GPU computes all of
-it alone, where its memory allows, while the others wait; then each computes a part. The results of
-the first rank's rows must agree, or the exit status is 1. A round's time is that of the slowest
-rank, and the median counts. "waiting" is the part of it for which a rank's compute stream stood
-still until keys or gradients had arrived, in the mean over the ranks. FLOPs are those of the
-visible half; the backward counts 2.5 times the forward. Without torchrun the world is one GPU.
+It measures the forward and the backward of one long causal sequence. First, if memory allows, the
+first GPU computes the whole sequence alone; then each GPU computes a part. Both results must agree
+on the first rank's rows, or the exit status is 1. A round's time is that of the slowest rank, and
+the median over the rounds is reported. "waiting" is the part of the time for which a rank's compute
+stream waited for keys or gradients, averaged over the ranks. FLOPs count the visible half of the
+scores; the backward counts 2.5 times the forward. Without torchrun the world is one GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = ["BENCHMARK", "RESULTS", "main"]
 PASSES = ("forward", "backward")
 RESULTS = ("out", "dq", "dk", "dv")
 WARM_UP = 3
-LARGEST_ERROR = 1e-2  # of the norm; rounding to bf16 on 8 ranks gives about 4e-3
+LARGEST_ERROR = 1e-2  # relative, in the norm; rounding to bf16 on 8 ranks gives about 4e-3
 
 
 def describe(run: Run) -> Record:
@@ -70,7 +70,7 @@ class Clock(ranks.Clock):
 
     @contextmanager
     def waits(self) -> Iterator[list[tuple[Any, Any]]]:
-        """Records when waiting for each transfer of context parallel attention began and ended."""
+        """Records when each wait for a transfer of context parallel attention begins and ends."""
         found: list[tuple[Any, Any]] = []
         wait = context_parallel._wait
 
@@ -126,7 +126,7 @@ def passes_of(
 def time_rounds(
     attention: Attention, inputs: Sequence[Tensor], rounds: int, world: World
 ) -> tuple[Times, tuple[Tensor, ...]]:
-    """Returns the times of all ranks together, and the results of this one."""
+    """Returns the combined times of all ranks, and this rank's results."""
     clock, times = Clock(world.device), Times()
     results: tuple[Tensor, ...] = ()
     for round_ in range(WARM_UP + rounds):
@@ -156,7 +156,7 @@ def time_alone(
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Returns the norm of the difference over the norm of the second tensor."""
+    """Returns the norm of the difference, divided by the norm of `exact`."""
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
@@ -224,7 +224,7 @@ def measure(run: Run, name: str) -> Iterator[Record]:
     if found:
         pairs = zip(RESULTS, results, found[1], strict=True)
         differences = {name: relative_error(x, context.shard(y)) for name, x, y in pairs}
-    # NOTE: not "above", so that a NaN counts as wrong.
+    # NOTE: `not x <= ...` instead of `x > ...`, so that a NaN counts as wrong.
     wrong = [f"{name} {x:.2g}" for name, x in differences.items() if not x <= LARGEST_ERROR]
     error = f"expected differences of at most {LARGEST_ERROR}, got {', '.join(wrong)}"
     shown = {f"difference_{name}": rounded(x) for name, x in differences.items()}

@@ -10,14 +10,13 @@ For jagged causal batches it times the forward (without gradients) and the backw
     hstu_attn       this library
     per sequence    two torch products for each sequence
     padded          two torch products for the whole batch, padded to its longest sequence
-    compiled        the same under torch.compile, compiled for the batch; compiling is not counted
+    compiled        `padded` under torch.compile, compiled for the batch; compiling is not timed
 
-Every one is first held against the fp64 reference. Then rounds are interleaved (in each, every
-implementation runs once, on the next of several input sets), and the median counts. A round during
-which other processes kept the machine busy is repeated, within patience. Freed memory is kept for
-the next call, for every implementation alike (see load.py). Next to the times is the peak memory
-that a call needs (see memory.py); that of the backward includes the forward that it follows and
-what that has saved.
+Each is first compared with the fp64 reference. Then rounds are interleaved (in each, every
+implementation runs once, on the next of several input sets), and the median is reported. A round
+during which other processes kept the machine busy is repeated, for a limited time. malloc keeps
+freed memory for the next call, for all implementations (see load.py). Next to the times is the peak
+memory of a call (see memory.py); the backward's peak includes the forward and its saved tensors.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def exact_results(case: Case, inputs: Inputs) -> list[Tensor]:
 
 
 def check(case: Case, name: str, results: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
-    """Raises AssertionError if a result is further from the exact one than rounding explains."""
+    """Raises AssertionError if the error of a result exceeds the tolerance of its dtype."""
     for what, result, truth in zip(("out", "dq", "dk", "dv"), results, exact, strict=True):
         error = ((result.double() - truth).norm() / truth.norm()).item()
         if not error < TOLERANCE[case.dtype]:
@@ -186,9 +185,9 @@ def measured_names(case: Case) -> list[str]:
 
 
 def time_quiet_rounds(every: Sequence[Variant], case: Case, options: argparse.Namespace) -> None:
-    """Times rounds until enough have passed in which other processes left the machine idle.
+    """Times rounds until there are enough quiet ones, which no other process disturbed.
 
-    After `patience` seconds without enough of them, the others count as well.
+    If there are too few after `patience` seconds, the disturbed rounds count as well.
     """
     quiet = 0
     disturbed: list[list[float]] = [[] for _ in every]

@@ -1,12 +1,11 @@
-"""Measures how near the CPU kernels come to what the machine can do.
+"""Compares the speed of the CPU kernels with that of torch's matrix product.
 
     python -m benchmarks.cpu_limits
     python -m benchmarks.cpu_limits --rounds 21 --json cpu_limits.json
 
 For 8 sequences of 1024 tokens, causal, it times every instruction set that this processor has
-(HSTU_ATTN_CPU_ISA), and head dims from 32 to 256 for the best one. They are compared with torch's
-product of two 2048 x 2048 matrices of the same dtype, which is what the machine does where it only
-multiplies.
+(HSTU_ATTN_CPU_ISA), and head dims from 32 to 256 for the best one. The upper limit is torch's
+product of two 2048 x 2048 matrices of the same dtype.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ __all__ = ["BENCHMARK", "main"]
 
 VARIABLE = "HSTU_ATTN_CPU_ISA"
 LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")  # ascending, as csrc/cpu/select.cpp
-BF16_LEVELS = ("avx512bf16", "amx")  # for fp32 these run the level before
+BF16_LEVELS = ("avx512bf16", "amx")  # for fp32 they run the kernels of "avx512"
 HEAD_DIMS = (32, 64, 128, 256)
 MATMUL_SIZE = 2048
 
 
 def available_levels(dtype: torch.dtype) -> list[str]:
-    """Returns the levels that have a kernel of their own for the dtype, on this processor."""
+    """Returns the levels of this processor that have separate kernels for the dtype."""
     case = Case(1, 8, 8, heads=1, head_dim=8, dtype=dtype)
     inputs, attention = Inputs.random(case, 0), plain_torch.make("hstu_attn", case)
     found = []
@@ -67,7 +66,7 @@ def product(dtype: torch.dtype) -> Variant:
 
 
 def kernel(case: Case, level: str, direction: str) -> Variant:
-    """Returns a pass of this library's kernels of an instruction set."""
+    """Returns one pass of this library, with the kernels of one instruction set."""
 
     def make() -> list[Call]:
         attention = plain_torch.make("hstu_attn", case)

@@ -4,29 +4,29 @@ r"""Loads an `Engine` without a server.
     python -m benchmarks.engine --layers 2 --width 64 --head-dim 16 --history 128 --seconds 2
 
 A ranking model with random weights and without a relative bias, in bf16, scores candidates for
-users whose histories are cached. One thread sends all requests, as the event loop of a server does,
-each with one new event of a random user, and the next one whenever one is answered. The engine runs
-with its steps captured in CUDA graphs and without, by turns; what capturing took is reported, and
-is not in the times. The thread shares a process with the engine, and so its interpreter lock.
+users whose histories are cached. One thread sends all requests, as the event loop of a server does:
+each has one new event of a random user, and a new request follows each answer. Engines with and
+without CUDA graphs take turns; the time of graph capture is reported separately. The sending thread
+runs in the engine's process, and so shares its interpreter lock.
 
     python -m benchmarks.engine --loads 0.5 0.8 0.95 --concurrency 64 --seconds 20
 
-has requests arrive at random (Poisson), of users drawn by a Zipf distribution, whose histories have
-the lengths of a log's, MovieLens 20M, cut at `--history`. First come half as many requests again as
-an engine with graphs answers if `--concurrency` of them are always under way (the last of these
-numbers). What it answers of these is its capacity. Then they arrive at the given fractions of
-the capacity. An engine never computes two requests of a user together, so the more often the most
-frequent users come, the smaller are its batches. A latency counts from the time at which its
-request was due. A request that cannot be answered in a second is refused, and counts as failed. In
-the middle of one more run at the first load, another thread reads a second model from a file and
-lets it take over; the run goes on until it has, and for half of `--seconds` after it.
+has requests arrive at random (Poisson), of users drawn from a Zipf distribution. The lengths of
+their histories are distributed as in MovieLens 20M, cut at `--history`. First the throughput of an
+engine with graphs is measured with `--concurrency` requests in flight (the last of these numbers).
+Then 1.5 times as many requests arrive, and the rate of answers under this overload is the capacity.
+Then requests arrive at the given fractions of the capacity. An engine never computes two requests
+of a user together, so frequent users make its batches smaller. A latency counts from the request's
+arrival time. A request that cannot be answered within a second is refused, and counts as failed. In
+the middle of one more run at the first load, another thread loads a second model from a file and
+replaces the first; the run goes on for half of `--seconds` after the replacement.
 
     python -m benchmarks.engine --soak 1000000 --layers 1 --width 16 --heads 1 --head-dim 16 \
       --history 24 --candidates 4 --users 4000 --device cpu
 
 answers that many requests instead, and reports the resident memory of the process after each
-hundredth of them. The pages hold a quarter of the users, and the store half of them, so that users
-are evicted and forgotten all the time, and histories are cut.
+hundredth of them. The KV cache holds a quarter of the users, and the store half of them, so users
+are constantly evicted from the cache and deleted from the store, and histories are truncated.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Ranking(nn.Module):
 
 
 def lengths(options: argparse.Namespace, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Returns the lengths of the users' histories, int64 `(users,)`: with `--loads`, of a log."""
+    """Returns the history lengths, int64 `(users,)`; with `--loads`, distributed as in `LOG`."""
     if options.loads:
         drawn = LOG_SHIFT + rng.lognormal(math.log(LOG_MEDIAN), LOG_SPREAD, options.users)
         cut: NDArray[np.int64] = np.minimum(drawn, options.history).astype(np.int64)
@@ -200,8 +200,8 @@ def sender(
     rng: random.Random,
     patience: float = math.inf,
 ) -> Callable[[], Future[Tensor]]:
-    """Returns what sends a request of a drawn user, which must be answered in some seconds."""
-    # Drawing a list takes so long that it would be seen in the times, so it is done beforehand.
+    """Returns a function that sends a request of a drawn user, to be answered in `patience` s."""
+    # Candidate lists are drawn beforehand, because drawing one would noticeably add to the times.
     drawn = np.random.default_rng(rng.getrandbits(32)).integers(
         ITEMS, size=(CANDIDATE_LISTS, options.candidates)
     )
@@ -230,7 +230,7 @@ def drive(
 
 
 def figures(load: Load[EngineStats]) -> Record:
-    """Returns the figures of a load, and what the engine did for it."""
+    """Returns the figures of a load, and of the engine's batches and cache hits during it."""
     changes = {
         name: getattr(load.after, name) - getattr(load.before, name)
         for name in ("batches", "completed", "graph_batches", *KINDS)
@@ -281,7 +281,7 @@ def arrivals(engine: Engine, run: Run, folder: Path) -> Iterator[Record]:
 
 
 def soak(model: Ranking, run: Run) -> Record:
-    """Answers `--soak` requests, of which some hundred are under way at a time."""
+    """Answers `--soak` requests, with about a hundred in flight at a time."""
     options, rng = run.options, np.random.default_rng(0)
     pages = options.users // 4 * -(-longest(options) // PAGE_SIZE)
     shape = options.layers, pages, PAGE_SIZE, options.heads, options.head_dim

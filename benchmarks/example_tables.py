@@ -1,4 +1,4 @@
-"""The tables of the examples: what models reach, and what their servers do."""
+"""The tables of the examples: the metrics of models, and the speed of their servers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _spread(record: Record, name: str) -> str:
 
 
 def published(files: Sequence[File]) -> list[Table]:
-    """Returns a table for each data set, with the published rows below those reached."""
+    """Returns a table for each data set, with the published metrics below the measured ones."""
     tables = []
     every = [record for file in files for record in file]
     for records in by(every, "set", "fingerprint"):
@@ -91,7 +91,7 @@ def _with_deviation(mean: float, deviation: float | None) -> str:
 
 
 def ranking(files: Sequence[File]) -> list[Table]:
-    """Returns one table for each file, with what the data are where they are not made up."""
+    """Returns one table for each file; it describes the data set if that is not synthetic."""
     kinds = {"auc": "AUC", "ne": "NE"}
     tables = []
     for records in files:
@@ -121,7 +121,7 @@ FP8_TRAINING = {"loss": "loss", **dict(list(PUBLISHED.items())[:3])}
 
 
 def fp8_training(files: Sequence[File]) -> list[Table]:
-    """Returns a table for each recipe: over the seeds, figures and differences from bf16."""
+    """Returns a table for each recipe: figures over the seeds, and differences from bf16."""
     header = ["", *FP8_TRAINING.values(), *(f"{x} - bf16" for x in FP8_TRAINING.values())]
     tables = []
     for records in (x for file in files for x in by(file, "recipe", "shared", "row")):
@@ -146,7 +146,7 @@ def fp8_training(files: Sequence[File]) -> list[Table]:
 
 
 def _over_seeds(values: Sequence[float], sign: str = "") -> str:
-    """Returns the mean and, of several values, the standard deviation; "-" of none."""
+    """Returns the mean, and the standard deviation if there are several values; "-" if none."""
     deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):{sign}.4f}{deviation}" if values else "-"
 
@@ -206,7 +206,7 @@ def startup(files: Sequence[File]) -> list[Table]:
 
 
 def soak(records: File) -> Table:
-    """Returns the table of a long run: the memory after parts of it."""
+    """Returns the table of a soak test: the resident memory after each part."""
 
     def memory(part: float) -> Callable[[Record], str]:
         return lambda r: f"{r['memory_mib'][round(part * len(r['memory_mib'])) - 1]:.1f}"
@@ -221,7 +221,7 @@ def soak(records: File) -> Table:
 
 
 def engine(files: Sequence[File]) -> list[Table]:
-    """Returns for each file a table of the concurrencies, and one of the loads if it has any."""
+    """Returns for each file a table by concurrency and, if it has loads, a table by load."""
     if soaks := [records for records in files if "soak" in records[0]]:
         return [*map(soak, soaks), *engine([r for r in files if "soak" not in r[0]])]
     columns: Cells = {

@@ -1,17 +1,17 @@
-"""Trains a recipe in bf16 and in FP8 from the same seeds, and stores what each precision reaches.
+"""Trains a recipe in bf16 and in FP8 from the same seeds; stores the metrics of each precision.
 
     python -m benchmarks.fp8_training --data ml-100k/u.data --json fp8-training.json
     python -m benchmarks.fp8_training --data ml-1m/ratings.dat --recipe hstu-ml-1m -- --heads 1
     python -m benchmarks.fp8_training --data ml-100k/u.data --cases bf16 layer --epochs 20 --seeds 5
 
-The runs are those of `benchmarks.published`, which explains the options that keep them and make
-several at once: runs of a seed begin with the same weights and read the same batches. There is one
-record for each precision and row of the example's table: that of benchmarks.published, with the
-metrics and the training loss of the last epoch by seed. The table shows means, standard deviations
-over the seeds, and the differences from the run in bf16 of the same seed.
+The runs are made as in `benchmarks.published`, which explains the options that keep them and run
+several at once. Runs of one seed start from the same weights and read the same batches. There is
+one record for each precision and row of the example's table. It extends that of
+benchmarks.published by the metrics and the training loss of the last epoch for each seed. The table
+shows means, standard deviations over the seeds, and differences from the bf16 run of the same seed.
 
-On a CPU the composition of torch's functions computes what the FP8 kernels do, but for the order
-and the precision of sums, and for silu: it is slow, and its times say nothing of a GPU.
+On a CPU, torch functions compute the same as the FP8 kernels, except for silu and for the order and
+the precision of sums. They are slow, and their times say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["BENCHMARK", "PRECISIONS", "main"]
 
 
 def of_precision(options: Any, precision: str) -> Any:
-    """Returns the options of the benchmark, with those of the runs in a precision."""
+    """Returns the benchmark's options, to which the runs' options for a precision are added."""
     made = copy.copy(options)
     made.options = [*PRECISIONS[precision], *options.options]
     return made

@@ -1,4 +1,4 @@
-"""Time and memory of a call on a GPU, and what that GPU can do at best."""
+"""Time and memory of a call on a GPU, and the peak rates of that GPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MOST_SPIN_CYCLES = 16 * SPIN_CYCLES
 MATMUL_SIZE = 8192
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 COPY_BYTES = 2**30
-# Dense bf16, by the data sheets; an "NVIDIA H200 NVL" is another.
+# Dense bf16, from the data sheets. "NVIDIA H200 NVL" is a different GPU, and not listed.
 PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
-HOST_CALLS = 20  # far fewer than a stream queues before the host must wait
+HOST_CALLS = 20  # few enough that the stream's queue never makes the host wait
 
 
 class Gpu:
@@ -34,12 +34,11 @@ class Gpu:
         """Times one call by events, in milliseconds.
 
         Args:
-            call: what is timed.
-            spin: whether the GPU spins beforehand, so that all of the call's kernels are queued
-                when the first of them starts; the host's time is then left out. If the first has
-                started before the last is queued, the call is repeated after a longer spin.
-                Otherwise the GPU is idle beforehand, and the time includes the launches that it
-                waits for.
+            call: the call to time.
+            spin: whether a spin kernel runs first, so that all kernels of the call are queued
+                before the first one starts, and launches are not timed. If the first one starts
+                too early, the call is repeated after a longer spin. If False, the GPU is idle
+                beforehand, and the time includes the launches that it waits for.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         while True:
@@ -66,7 +65,7 @@ class Gpu:
         return graph.replay
 
     def host_microseconds(self, call: Callable[[], Any]) -> float:
-        """Times a call on the host in microseconds; the GPU is not waited for."""
+        """Times a call on the host in microseconds, without waiting for the GPU."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(HOST_CALLS):
@@ -76,7 +75,7 @@ class Gpu:
         return 1e6 * elapsed / HOST_CALLS
 
     def peak_bytes(self, call: Callable[[], Any]) -> int:
-        """Returns the peak of the bytes that a call allocates, its result included."""
+        """Returns the peak of the bytes that a call allocates, including its result."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -105,7 +104,7 @@ class Gpu:
         return lambda: a @ b
 
     def limits(self, rounds: int) -> dict[str, float]:
-        """Measures TFLOP/s of a bf16 matmul, and TB/s of a copy, counting both directions."""
+        """Measures TFLOP/s of a bf16 matmul, and TB/s of a copy, counting reads and writes."""
         source = torch.zeros(COPY_BYTES, device=self.device, dtype=torch.int8)
         target = torch.empty_like(source)
 

@@ -1,10 +1,11 @@
 """The implementations that benchmarks.attention compares.
 
 - hstu_attn: this library, with the kernels that it chooses for the GPU
-- hstu_attn_sm80 and the like: with those of the architecture named (HSTU_ATTN_FORCE_ARCH)
-- hstu_attn_fp8: FP8 attention, with the time that quantizing q, k and v takes
-- hstu_attn_fp8_backward: its backward in e4m3, with the time that quantizing its inputs takes
-- hstu_attn_e4m3: FP8 attention of q, k and v that have been quantized before
+- hstu_attn_sm80 and the like: this library, with the kernels of the named architecture
+  (HSTU_ATTN_FORCE_ARCH)
+- hstu_attn_fp8: FP8 attention, including the time to quantize q, k and v
+- hstu_attn_fp8_backward: the backward in e4m3, including the time to quantize its inputs
+- hstu_attn_e4m3: FP8 attention of q, k and v that are already quantized
 - dense_bias: hstu_attn with the dense form of a relative bias, as in baselines/dense_bias.py
 - triton: the baseline of baselines/triton_hstu.py
 - flash2, cudnn: softmax attention of torch on a dense causal batch of the same shape
@@ -38,13 +39,13 @@ __all__ = ["FP8", "Implementation", "Prepared", "is_installed", "make"]
 
 ARCH_VARIABLE = "HSTU_ATTN_FORCE_ARCH"
 FP8 = ("hstu_attn_fp8", "hstu_attn_e4m3", "hstu_attn_fp8_backward")
-MOST_DENSE_PAIRS = 16 * 2048**2  # of rows and keys; autograd holds several tensors of them
-FP8_TOLERANCE = 6e-2  # of the output, or of gradients, against fp64 of the unquantized inputs
+MOST_DENSE_PAIRS = 16 * 2048**2  # of a row and a key; autograd holds several such tensors
+FP8_TOLERANCE = 6e-2  # of outputs and gradients, against fp64 with unquantized inputs
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call on a batch: a function, its tensors, those that are differentiated, and dO."""
+    """A call on a batch: a function, its arguments, the tensors to differentiate, and dO."""
 
     function: Callable[..., Tensor]
     leaves: tuple[Tensor, ...]
@@ -76,11 +77,11 @@ class Implementation:
         return environment(ARCH_VARIABLE, self.arch) if self.arch else nullcontext()
 
     def takes(self, case: Case) -> bool:
-        """Returns whether the implementation supports the case, and is compared in it."""
+        """Returns whether the implementation takes part in the comparison of the case."""
         return self.arch is None or case.group != "scan"
 
     def check(self, case: Case, device: str) -> None:
-        """Checks it against the tolerance of the tests on a small batch of the same kind."""
+        """Checks the results against the tests' tolerance, on a small batch of the same kind."""
         batch = case.make_small(device)
         with self.active():
             check_against_reference(self.function, batch, **self._options(case))
@@ -93,7 +94,7 @@ class Implementation:
             tensors[name] = tensor.detach().requires_grad_(wanted)
         options = self._options(case)
         leaves, dout = tuple(tensors.values()), torch.randn_like(batch.v)
-        if batch.bias is None:  # the host's time is that of a user's call
+        if batch.bias is None:  # called as users do, so that the host time is representative
             call = functools.partial(self.function, **batch.options(), **options)
             return Prepared(call, leaves, dout)
 
@@ -108,12 +109,12 @@ class Implementation:
 
 
 def has_fp8_kernels() -> bool:
-    """Returns whether the GPU has FP8 attention; tests stand in for one without it."""
+    """Returns whether FP8 attention runs: on a GPU of sm90, or without a GPU (in tests)."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 
 
 class Fp8(Implementation):
-    """FP8 attention, with the recommended quantization: the forward alone."""
+    """FP8 attention with the recommended quantization; only the forward."""
 
     def __init__(self, name: str):
         super().__init__(name, hstu_attn.hstu_attention)
@@ -151,7 +152,7 @@ class Fp8(Implementation):
 
 
 class Fp8Backward(Implementation):
-    """The backward in e4m3, with the time that quantizing its inputs takes."""
+    """The backward in e4m3, including the time to quantize its inputs."""
 
     _quantization = Quantization(backward="e4m3")
 
@@ -237,7 +238,7 @@ class Softmax(Implementation):
 
 
 def is_installed(name: str) -> bool:
-    """Returns whether the packages are here that an implementation needs."""
+    """Returns whether the packages that an implementation needs are installed."""
     return name != "triton" or importlib.util.find_spec("triton") is not None
 
 
@@ -245,7 +246,7 @@ def make(name: str) -> Implementation:
     """Returns an implementation by its name.
 
     Raises:
-        ValueError: the name of no implementation.
+        ValueError: there is no implementation of this name.
         ImportError: if what it needs is not installed.
     """
     if match := re.fullmatch(r"hstu_attn(?:_sm(\d+))?", name):

@@ -3,30 +3,29 @@
     python -m benchmarks.layer --json layer.json
     python -m benchmarks.layer --impls fused composed --layers 8 --batch 8
 
-One layer, or a stack of them, with fp32 weights on bf16 rows of equal causal sequences, forward,
-and forward with backward, in which gradients of the rows and of every weight are computed. The
-implementations:
+It times one layer or a stack of layers, with fp32 weights and bf16 rows of equal causal sequences:
+the forward, and the forward with a backward to the rows and every weight. The implementations:
 
     fused                the layer as one autograd function
-    fused_recompute      the same with the flags that recompute all but matrix products
-    fused_recompute_all  the same with every flag that recomputes
-    fused_fp8_attention  the fused layer with attention in FP8, of mode 2
-    fused_fp8            the same with products in FP8, too
-    composed             the layer of torch's functions around the attention operator
-    compiled             the same under torch.compile
+    fused_recompute      fused, with the flags that recompute everything but matrix products
+    fused_recompute_all  fused, with all recompute flags
+    fused_fp8_attention  fused, with attention in FP8 (mode 2)
+    fused_fp8            fused, with attention and matrix products in FP8
+    composed             the layer as torch functions around the attention operator
+    compiled             composed, under torch.compile
 
-Each is first held to the composed layer on a small batch. Then rounds are interleaved, and a time
-is the median by events. FLOPs are those of the matrix products, 2 for each product of two numbers,
-and of attention, 4 * L^2 / 2 for each head and column; the backward counts twice the forward of the
-products and 2.5 times that of attention, and nothing that is recomputed. "share" is that of a
-product of two 8192 x 8192 matrices in bf16, which takes part in every round, because work as long
-as this lowers the GPU's clocks. "MFU" is the fraction of what the data sheet says of bf16. "kept"
-is the memory that the forward leaves allocated, its result included, and "peak" the highest point
-of forward and backward.
+Each is first compared with the composed layer on a small batch. Then rounds are interleaved, and a
+time is the median over the rounds, by CUDA events. FLOPs are those of the matrix products, 2 for
+each multiply-add, and of attention, 4 * L^2 / 2 for each head and column; the backward counts twice
+the forward of the products and 2.5 times that of attention, without recomputation. "share" is the
+fraction of the FLOP/s of an 8192^3 bf16 matrix product, which runs in every round, because work as
+long as this lowers the GPU's clocks. "MFU" is the fraction of the data sheet's bf16 peak. "kept" is
+the memory that the forward leaves allocated, including its result, and "peak" the peak memory of
+forward and backward.
 
-The times of kernels are from a profile of a few more rounds of forward and backward. For the
-kernels of the fused layer's steps the bytes of rows that they must move are known, and so is the
-fraction of the speed of a device copy in the same run.
+Kernel times are from a profile of a few more rounds of forward and backward. For the fused layer's
+elementwise kernels the table also has their memory bandwidth, from the bytes of rows that they must
+move, as a fraction of that of a device copy in the same run.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ __all__ = ["BENCHMARK", "IMPLS", "group_of", "layer_flops", "main", "step_bytes"
 
 FORWARD, BOTH = "forward", "forward and backward"
 SMALL_BATCH, SMALL_LENGTH = 2, 160
-# The allowed relative error (norm) on the small batch, beside the composed layer in 16 bits.
+# The allowed relative error (norm) on the small batch, against the composed layer in 16 bits.
 TOLERANCE, FP8_TOLERANCE = 0.1, 0.2
 PROFILED_ROUNDS = 3
 DTYPE = torch.bfloat16
@@ -118,7 +117,7 @@ def describe(run: Run) -> Record:
 
 
 def layer_flops(config: HSTULayerConfig, lengths: Sequence[int]) -> dict[str, float]:
-    """Returns the FLOPs of a layer by pass; the module's text has the formula."""
+    """Returns the FLOPs of a layer by pass; the module's docstring has the formula."""
     products = 2 * sum(lengths) * config.embedding_dim
     products *= sum(config.split_sizes) + config.output_features
     widths = config.attention_dim + config.hidden_dim
@@ -127,7 +126,7 @@ def layer_flops(config: HSTULayerConfig, lengths: Sequence[int]) -> dict[str, fl
 
 
 def step_bytes(config: HSTULayerConfig, rows: int) -> dict[str, int]:
-    """Returns the bytes of rows that a launch of each kernel of triton_kernels.py moves."""
+    """Returns the bytes of rows that each kernel of triton_kernels.py moves in one launch."""
     width, (u, *vqk) = config.embedding_dim, config.split_sizes
     activated = sum(vqk) if config.linear_activation == "silu" else 0
     read_by_output = config.output_features
@@ -135,7 +134,7 @@ def step_bytes(config: HSTULayerConfig, rows: int) -> dict[str, int]:
         "layer_norm": 2 * width,
         "layer_norm_backward": (4 + config.recompute_norm) * width,
         "silu": 2 * activated,
-        # With a bias all columns are read for its gradient, by two launches: u, and the others.
+        # With a linear bias, its gradient reads all columns, in two launches: u, and the rest.
         "activation_backward": (u + 2 * activated + sum(vqk)) / 2
         if config.linear_bias
         else 3 * activated,
@@ -143,7 +142,7 @@ def step_bytes(config: HSTULayerConfig, rows: int) -> dict[str, int]:
         "gate_backward": 4 * u + (1 + config.recompute_gate) * read_by_output,
     }
     if config.has_fp8_linears:
-        # Codes are half an element. 16 bits are stored beside them where the backward reads them.
+        # FP8 codes are half an element; 16-bit values are stored too if the backward reads them.
         elements["layer_norm"] += (0.5 - config.recompute_norm) * width
         elements["gate"] += (0.5 - config.recompute_gate) * read_by_output
     return {name: int(DTYPE.itemsize * rows * n) for name, n in elements.items()}
@@ -153,7 +152,7 @@ _PRODUCTS = re.compile(r"gemm|nvjet|cutlass|cublas|xmma|splitK", re.IGNORECASE)
 
 
 def group_of(kernel: str) -> str:
-    """Returns "attention", "gemm" or, for all others, "elementwise", by the name of a kernel."""
+    """Returns the group of a kernel, by its name: "attention", "gemm" or else "elementwise"."""
     if "hstu::" in kernel:
         return "attention"
     return "gemm" if _PRODUCTS.search(kernel) else "elementwise"
@@ -202,7 +201,7 @@ class Layers:
         self.call = torch.compile(self.stack) if self.impl == "compiled" else self.stack
 
     def forward(self, batch: Batch) -> Tensor:
-        """Returns the result, which holds what the backward needs."""
+        """Returns the result, with its autograd graph."""
         result: Tensor = self.call(batch.x, batch.seq_offsets, batch.max_seq_len)
         return result
 
@@ -213,7 +212,7 @@ class Layers:
         return (output, *torch.autograd.grad(output, leaves, batch.cotangent))
 
     def check(self, batch: Batch, expected: Sequence[Tensor]) -> None:
-        """Raises AssertionError if a result is not that of the composed layer."""
+        """Raises AssertionError if a result differs too much from the composed layer's."""
         tolerance = FP8_TOLERANCE if self.config.fp8 else TOLERANCE
         names = ("output", "dx", *(f"d {n}" for n, _ in self.stack.named_parameters()))
         for name, actual, wanted in zip(names, self.both(batch), expected, strict=True):

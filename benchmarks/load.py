@@ -1,4 +1,4 @@
-"""Load: requests kept under way or arriving at random; what else the machine does meanwhile."""
+"""Load generators, for a constant concurrency or random arrivals; CPU use of other processes."""
 
 from __future__ import annotations
 
@@ -53,15 +53,14 @@ _IDLE = (3, 4)  # proc(5): user, nice, system, idle, iowait, irq, softirq, steal
 _COUNTED = 8  # the columns after steal are contained in the first two
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of glibc
 _INT_MAX = 2**31 - 1
-OVERLOAD = 1.5  # of what is answered if a number of requests is always under way
+OVERLOAD = 1.5  # relative to the rate of answers at a constant concurrency
 
 
 def keep_freed_memory() -> None:
     """Makes malloc reuse freed memory instead of mapping fresh pages, as tuned allocators do.
 
-    Otherwise every call maps large tensors again, and what is timed is how fast the system
-    clears their pages, which varies on virtual machines whose hosts take free memory back. Does
-    nothing where malloc is not glibc's.
+    Otherwise every call maps large tensors again, and the time to clear their pages dominates,
+    which varies on virtual machines whose hosts reclaim free memory. Has no effect without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
@@ -96,8 +95,7 @@ class CpuUse:
     def others_since(self) -> float:
         """Returns how many processors other processes have used since this moment, on average.
 
-        The system counts in steps of a hundredth of a second; two of them are not held against
-        anyone.
+        The system counts in steps of a hundredth of a second; up to two steps are ignored.
         """
         now = CpuUse.now()
         others = (now.machine - self.machine) - (now.own - self.own) - 2 * _TICK
@@ -106,18 +104,18 @@ class CpuUse:
 
 @dataclass(frozen=True)
 class Load(Generic[T]):
-    """The results of a number of requests in flight.
+    """The results of a load test.
 
     Attributes:
         seconds: the seconds of the measurement, without the warm-up; where requests arrive at
             random, until the last answer.
-        latencies: seconds of each request that was sent and answered within it.
-        failed: requests that were answered otherwise.
-        before: the snapshot at its start.
-        after: that at its end.
-        event_seconds: how long what happened in its middle took.
-        pause: the longest of the times, in seconds, in which requests waited and none was answered;
-            where they arrive at random.
+        latencies: seconds of each request that was sent and answered during the measurement.
+        failed: the number of requests that were not answered successfully.
+        before: the snapshot at the start.
+        after: the snapshot at the end.
+        event_seconds: the duration of the event in the middle of the measurement.
+        pause: the longest time, in seconds, in which requests waited and none was answered; only
+            if requests arrive at random.
     """
 
     seconds: float
@@ -134,7 +132,7 @@ class Load(Generic[T]):
         return len(self.latencies) / self.seconds
 
     def figures(self) -> Record:
-        """Returns requests/s and percentiles of the latency in milliseconds, as threads saw it."""
+        """Returns requests/s and percentiles of the clients' latency in milliseconds."""
         p50, p95, p99 = 1e3 * np.percentile(self.latencies, [50, 95, 99])
         return {
             "seconds": rounded(self.seconds),
@@ -158,10 +156,10 @@ def keep_under_way(
     """Keeps requests in flight for a given time, after a warm-up.
 
     Args:
-        connect: makes, in the thread of the number it gets, a function that sends a request, waits
-            for its answer and says whether this is the one that was asked for.
-        snapshot: what is read at the start and at the end of the measurement.
-        concurrency: requests under way, each by a thread.
+        connect: is called in each thread with the thread's number; returns a function that sends a
+            request, waits for its answer and returns whether the answer is correct.
+        snapshot: is called at the start and at the end of the measurement.
+        concurrency: requests in flight, each in a thread.
         seconds: the seconds of the measurement.
         warm_up: seconds before it, at most `seconds`.
 
@@ -205,12 +203,12 @@ def keep_futures_under_way(
     seconds: float,
     warm_up: float,
 ) -> Load[T]:
-    """Keeps requests in flight for a given time, after a warm-up, which this thread alone sends.
+    """Keeps requests in flight for a given time, after a warm-up; this thread sends all of them.
 
     Args:
         send: sends a request and returns the future of its answer.
-        snapshot: what is read at the start and at the end of the measurement.
-        concurrency: requests under way.
+        snapshot: is called at the start and at the end of the measurement.
+        concurrency: requests in flight.
         seconds: the seconds of the measurement.
         warm_up: seconds before it, at most `seconds`.
 
@@ -248,12 +246,12 @@ def keep_futures_under_way(
 async def rate_under_way(
     send: Callable[[], Awaitable[bool]], *, concurrency: int, seconds: float, warm_up: float
 ) -> float:
-    """Returns how many requests a second are answered if so many are always under way.
+    """Returns the requests answered per second with `concurrency` requests always in flight.
 
-    If none is answered in `seconds`, it waits for the first one.
+    If no request is answered in `seconds`, the measurement goes on until the first answer.
 
     Raises:
-        RuntimeError: if there is none in ten times as long.
+        RuntimeError: if there is no answer in `10 * seconds` either.
     """
     start = time.perf_counter() + warm_up
     answered, end = 0, start + seconds
@@ -276,7 +274,7 @@ async def rate_under_way(
 def no_collections() -> Iterator[None]:
     """Turns Python's garbage collector off in this process.
 
-    A collection holds up a client for as much as 0.15 s, which would count as the server's time.
+    A collection delays a client by up to 0.15 s, which would count as the server's time.
     """
     gc.collect()
     gc.freeze()
@@ -289,13 +287,13 @@ def no_collections() -> Iterator[None]:
 
 
 def zipf(users: Sequence[T], exponent: float, rng: random.Random) -> Callable[[], T]:
-    """Returns what draws a user by a Zipf distribution.
+    """Returns a function that draws a user from a Zipf distribution.
 
     Args:
-        users: are put into a random order, in which the n-th is drawn with a probability that is
-            proportional to `1 / n**exponent`.
-        exponent: 0 draws all users equally often.
-        rng: draws.
+        users: the users. They are shuffled; then the n-th is drawn with a probability proportional
+            to `1 / n**exponent`.
+        exponent: the exponent; 0 draws all users equally often.
+        rng: the random generator.
     """
     ordered = rng.sample(users, len(users))
     until = list(itertools.accumulate(n**-exponent for n in range(1, len(users) + 1)))
@@ -303,7 +301,7 @@ def zipf(users: Sequence[T], exponent: float, rng: random.Random) -> Callable[[]
 
 
 def poisson(rate: float, rng: random.Random) -> Iterator[float]:
-    """Yields the times of a Poisson process from now on, of `rate` a second, without an end."""
+    """Yields the endless times of a Poisson process that starts now, with `rate` events/s."""
     due = time.perf_counter()
     while True:
         yield (due := due + rng.expovariate(rate))
@@ -312,15 +310,15 @@ def poisson(rate: float, rng: random.Random) -> Iterator[float]:
 def longest_pause(due: Sequence[float], answered: Sequence[float]) -> float:
     """Returns the longest time in which requests waited and none was answered, in seconds.
 
-    Latencies can be longer, where requests wait for others that are answered meanwhile.
+    A latency can be longer than this, because other requests may be answered meanwhile.
 
     Args:
-        due: when each request was to be sent.
-        answered: when each was answered.
+        due: the time when each request was due to be sent.
+        answered: the time when each request was answered.
     """
     order = np.argsort(answered)
     ends = np.asarray(answered)[order]
-    # the earliest of the requests that are not answered before the n-th answer
+    # Element n: the earliest due time of the requests that the first n answers leave unanswered.
     waiting = np.minimum.accumulate(np.asarray(due)[order][::-1])[::-1]
     begins = np.maximum(waiting, np.append(-np.inf, ends[:-1]))
     return float((ends - begins).max())
@@ -343,22 +341,21 @@ async def arrive_at_random(
     middle: Callable[[], object] | None = None,
     most: int | None = None,
 ) -> Load[None]:
-    """Sends requests at the times of a Poisson process, whether earlier ones are answered or not.
+    """Sends requests at the times of a Poisson process, without waiting for earlier answers.
 
-    A latency counts from the time at which the request was to be sent.
+    A latency counts from the time at which the request was due to be sent.
 
     Args:
-        send: sends a request, waits for its answer and says whether this is the one that was asked
-            for.
+        send: sends a request, waits for its answer and returns whether the answer is correct.
         rate: requests a second, on average.
         seconds: the seconds of the measurement.
         warm_up: seconds before it.
         rng: draws the times.
         middle: is called in a thread in the middle of the measurement, which goes on for another
-            half of `seconds` after it has returned.
-        most: how many requests may be under way. One that is due while there are so many is not
-            sent, and counts as failed: otherwise they wait in the client, and time out, and what
-            the server does for them is wasted. None is no limit.
+            half of `seconds` after `middle` has returned.
+        most: the largest number of requests in flight; None for no limit. Further requests that
+            become due are not sent, and count as failed: otherwise they would wait in the client
+            and time out, and the server's work for them would be wasted.
 
     Raises:
         RuntimeError: if no request was answered.
@@ -413,13 +410,13 @@ def submit_at_random(
     rng: random.Random,
     middle: Callable[[], object] | None = None,
 ) -> Load[T]:
-    """Sends requests as `arrive_at_random` does, all from this thread, which awaits no answer.
+    """Sends requests as `arrive_at_random` does, all from this thread, by futures.
 
     Args:
         send: sends a request and returns the future of its answer.
-        snapshot: what is read at the start and at the end of the measurement.
-        refusals: errors, of `send` or of a future, with which a request counts as failed; others
-            are raised.
+        snapshot: is called at the start and at the end of the measurement.
+        refusals: errors, from `send` or a future, that count as failed requests; others are
+            raised.
         rate: as in `arrive_at_random`, as are the arguments after it.
         seconds: likewise.
         warm_up: likewise.
@@ -431,7 +428,7 @@ def submit_at_random(
     """
     start = time.perf_counter() + warm_up
     half, end = start + seconds / 2, start + seconds
-    # It holds no future: so many objects would make each garbage collection take longer.
+    # Holds no futures, because so many objects would slow down garbage collection.
     done: SimpleQueue[tuple[float, float, BaseException | None]] = SimpleQueue()
     before = snapshot()
     sent, is_warm = 0, False
@@ -454,7 +451,7 @@ def submit_at_random(
             try:
                 send().add_done_callback(partial(ended, due))
             except refusals as error:
-                # A traceback refers to this frame, and so errors would be left to the collector.
+                # A traceback refers to this frame, so the error would be part of a reference cycle.
                 done.put((due, time.perf_counter(), error.with_traceback(None)))
             sent += 1
         ends = [done.get() for _ in range(sent)]
@@ -480,20 +477,19 @@ def at_loads(
 ) -> Iterator[tuple[Record, Load[T]]]:
     """Yields the result of an overload, then each load, then the first load with each event.
 
-    The capacity is what is answered of an overload, in which half as many requests again arrive as
-    are answered when a number of them is always under way. The loads are fractions of the capacity.
+    The overload is `OVERLOAD` times `under_way`; the rate of answers under it is the capacity. The
+    loads are fractions of the capacity.
 
     Args:
-        under_way: the requests that are answered when a number of them is always under way, a
-            second.
-        run: has requests arrive at random. It gets how many, a second, and what happens in the
-            middle, as `arrive_at_random` does.
+        under_way: the requests answered per second at a constant concurrency.
+        run: runs a load test with random arrivals, given `rate` and `middle` of
+            `arrive_at_random`.
         loads: the fractions.
-        events: what may happen in the middle, by name.
+        events: events for the middle of a run, by name.
 
     Yields:
         The fields `capacity` (requests/s), `load`, `event`, `event_seconds` and `pause_ms` of a
-        record, and what was measured.
+        record, and the measured load.
     """
     load = run(OVERLOAD * under_way, None)
     capacity = load.rate

@@ -1,11 +1,11 @@
-"""Peak memory of a call, from the resident set of a process of its own.
+"""Peak memory of a call, from the resident set of a separate process.
 
 The process runs the call twice. Before the second time it resets the kernel's record of its
-largest resident set (`/proc/self/clear_refs`), and afterwards reads how far that went beyond what
-was resident before. So everything counts that the call holds at once: its outputs, what it saves
-for the backward, and scratch that no allocator hook of torch would see; inputs, masks, libraries
-and threads do not. glibc is told to map each block of 64 KiB or more separately, so that what has
-been freed is neither resident nor used again unseen.
+largest resident set (`/proc/self/clear_refs`), and afterwards compares that record with the
+resident set before the call. So the peak includes all memory that the call holds at once: outputs,
+tensors saved for the backward, and scratch that no allocator hook of torch would see. It excludes
+inputs, masks, libraries and threads. glibc maps each block of 64 KiB or more separately, so that
+freed memory is not resident, and every reuse of it counts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def _status_kib(field: str) -> int:
 
 
 def peak_growth(call: Callable[[], object]) -> float:
-    """Returns the growth of the peak resident set during `call` in MiB, its result included.
+    """Returns the growth of the peak resident set during `call` in MiB, including its result.
 
     Raises:
-        OSError: where the system does not keep such a record.
+        OSError: if the system does not record the peak.
     """
     call()
     Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
@@ -88,7 +88,7 @@ def peak_mib(case: Case, names: Sequence[str]) -> dict[str, dict[str, float]] | 
 
 
 def answer() -> None:
-    """Runs the program of the process: prints what `peak_mib` returns, as JSON."""
+    """Is the main program of the separate process: prints the result of `peak_mib` as JSON."""
     request = json.loads(sys.argv[1])
     torch.set_num_threads(request["threads"])
     case = Case(**{**request["case"], "dtype": getattr(torch, request["case"]["dtype"])})

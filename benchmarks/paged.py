@@ -10,20 +10,20 @@ layer, medians of interleaved rounds over several input sets that are together t
 caches:
 
     paged     attention that reads pages, launched from Python
-    graph     the same, captured in a CUDA graph and replayed
-    e4m3      the same, of pages of e4m3 with scales
-    fp8       the same, with products in e4m3, for which q, k and v are quantized
+    graph     `paged`, captured in a CUDA graph and replayed
+    e4m3      `graph`, with pages of e4m3 with scales
+    fp8       `e4m3`, with products in e4m3, for which q, k and v are quantized
     append    the new events' keys and values into their pages, captured and replayed
     gather    pages copied into packed keys and values first, then attention without pages
-    recompute attention of all rows of the history and the candidates, as if nothing were cached
+    recompute attention of all rows of the history and the candidates, without a cache
 
-The outputs of `paged`, `e4m3`, `fp8` and `gather` are first compared with the reference. "needs"
-is what the bytes in 16 bits and the FLOPs need at the least: the longer of the two, bytes at the
-rate of a copy and FLOPs at that of an 8192^3 bf16 product in the same run. Keys and values of pages
-count once, q, k, v and the output once each.
+The outputs of `paged`, `e4m3`, `fp8` and `gather` are first compared with the reference. "needs" is
+a lower bound of the time: the larger of the time to move the 16-bit tensors at the rate of a copy,
+and the time of the FLOPs at the rate of an 8192^3 bf16 product in the same run. Keys and values of
+pages count once, q, k, v and the output once each.
 
 `--stack` measures a stack of layers instead, and users who return to it from host memory, as the
-head of `benchmarks/stack.py` explains.
+docstring of `benchmarks/stack.py` explains.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def cases(options: argparse.Namespace) -> Sequence[Any]:
 
 
 def paged(batch: Batch) -> torch.Tensor:
-    """Computes attention that reads pages, or of a batch without them."""
+    """Computes attention of a batch, with or without pages."""
     return run(hstu_attention, batch)["out"]
 
 
@@ -112,7 +112,7 @@ def append(batch: Batch) -> None:
 
 
 def gather(batch: Batch, request: Request) -> torch.Tensor:
-    """Gathers the pages first, as a user without a paged kernel would; lengths are equal."""
+    """Computes attention on keys and values gathered from the pages; all lengths are equal."""
     assert batch.paged_kv is not None
     pages = batch.paged_kv.kv_cache[batch.paged_kv.page_ids.long()]
     packed = []
@@ -125,7 +125,7 @@ def gather(batch: Batch, request: Request) -> torch.Tensor:
 
 
 def recomputed(batch: Batch, request: Request) -> Batch:
-    """Makes the batch without a cache: rows for the whole history."""
+    """Returns the batch without a cache, with rows for the whole history."""
     shape = (request.batch * (request.history + request.candidates), *batch.q.shape[1:])
     q, k, v = (batch.q.new_empty(shape).uniform_(-1, 1) for _ in range(3))
     return replace(
@@ -140,7 +140,7 @@ def recomputed(batch: Batch, request: Request) -> Batch:
 
 
 def check(request: Request, device: str) -> None:
-    """Compares forms with the reference, on a small batch of the same kind."""
+    """Compares the outputs of the forms with the reference, on a small batch of the same kind."""
     small = replace(
         request,
         batch=2,

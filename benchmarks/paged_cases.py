@@ -56,20 +56,20 @@ class Request:
 
     @property
     def flops(self) -> float:
-        """Returns 4 FLOPs for each head, row, visible key and column."""
+        """Returns the FLOPs: 4 for each head, row, visible key and column."""
         new = self.new * self.cached + self.new * (self.new + 1) / 2
         candidates = self.candidates * (self.history + 1)
         return 4.0 * self.batch * self.heads * self.head_dim * (new + candidates)
 
     @property
     def bytes(self) -> int:
-        """Counts keys and values of the history in pages, q, the output, and candidates' k, v."""
+        """Returns the bytes of the history's pages, q, the output, and the candidates' k and v."""
         row = self.heads * self.head_dim * 2
         history = 2 * self.batch * self.history
         return row * (history + 2 * self.rows + 2 * self.batch * self.candidates)
 
     def needs_us(self, matmul_tflops: float, copy_tbps: float) -> float:
-        """Returns the longer of the times that bytes and FLOPs need, in microseconds."""
+        """Returns a lower bound of the time, from bytes and FLOPs, in microseconds."""
         return max(self.flops / matmul_tflops, self.bytes / copy_tbps) / 1e6
 
 

@@ -3,14 +3,16 @@
     python -m benchmarks.plots attention.json plots
     python -m benchmarks.plots benchmarks/results/h200/paged.json plots
 
-Of benchmarks.attention, `roofline.png` sets TFLOP/s against FLOPs per byte that has to be moved,
-below what the same run's matrix product and copy allow; `roofline-relative.png` does so for the
-cases with a relative bias; and `forward-backward-dD.png`, one for each head dim D, has a bar for
-each implementation of the cases of the table. Of benchmarks.train,
-`train-STRATEGY.png` shows the tokens/s per GPU by the number of GPUs, of benchmarks.paged,
-`paged.png` each form and what a request needs, of benchmarks.published, `published-SET.png` the
-metrics after each epoch, and of benchmarks.fp8_training, `fp8-training-RECIPE.png` the training
-loss and NDCG@10 of each precision.
+The plots by benchmark:
+
+    attention     roofline.png: TFLOP/s by FLOPs per moved byte, and the limits set by the matrix
+                  product and the copy of the same run; roofline-relative.png: the same for cases
+                  with a relative bias; forward-backward-dD.png for each head dim D: a bar for each
+                  implementation and case of the table
+    train         train-STRATEGY.png: tokens/s per GPU by the number of GPUs
+    paged         paged.png: the time of each form, and its lower bound
+    published     published-SET.png: the metrics after each epoch
+    fp8_training  fp8-training-RECIPE.png: the training loss and NDCG@10 of each precision
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def roofline(measured: Sequence[Record], path: Path) -> None:
-    """Draws TFLOP/s by arithmetic intensity, with the limits of the run."""
+    """Draws TFLOP/s by arithmetic intensity, with the limits measured in the same run."""
     figure, axes = _pyplot().subplots(figsize=(9, 6))
     for impl in _implementations(measured):
         for direction in DIRECTIONS:
@@ -111,7 +113,7 @@ def roofline(measured: Sequence[Record], path: Path) -> None:
 
 
 def bars(records: Sequence[Record], head_dim: int, path: Path) -> None:
-    """Draws fractions of the matmul's speed, by case and implementation, of one head dim."""
+    """Draws fractions of the matmul's speed for one head dim, by case and implementation."""
     measured = [r for r in _measured(records) if r["head_dim"] == head_dim]
     impls = _implementations(measured)
     cases = list(dict.fromkeys(r["case"] for r in measured))
@@ -241,7 +243,7 @@ def precisions(records: Sequence[Record], path: Path) -> None:
 
 
 def draw(file: Path, folder: Path) -> list[Path]:
-    """Draws all plots of a file of records; returns none if it has no record to be drawn."""
+    """Draws all plots of a file of records; returns their paths."""
     records = read_records(file)
     drawn: list[Path] = []
 
@@ -270,7 +272,7 @@ def draw(file: Path, folder: Path) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draws what a file holds."""
+    """Draws the plots of a file."""
     options = PARSER.parse_args(arguments)
     for path in draw(options.file, options.folder):
         print(path)

@@ -24,9 +24,9 @@ def profile(rounds: int, call: Callable[[], Any], trace: Path | None, name: str)
 
     Args:
         rounds: the number of calls.
-        call: what is profiled.
+        call: the call to profile.
         trace: the value of `--trace`; a Chrome trace is stored next to it.
-        name: what the file's name has before its suffix.
+        name: the suffix of the trace file's stem.
     """
     with torch.profiler.profile() as profiler:
         for _ in range(rounds):
@@ -43,16 +43,16 @@ def profile(rounds: int, call: Callable[[], Any], trace: Path | None, name: str)
 
 
 def _operator_id(event: Event) -> int:
-    """Returns the number of an operator, or of the one that launched a kernel; 0 for none."""
+    """Returns the id of an operator, or of the operator that launched a kernel; 0 for none."""
     number: int = event.get("args", {}).get("External id", 0)
     return number
 
 
 def kernels_of(function: str, events: Sequence[Event]) -> list[Event]:
-    """Returns what the GPU ran for the calls of an autograd function, or of its backward.
+    """Returns the GPU's events that the calls of an autograd function, or its backward, launched.
 
     Raises:
-        RuntimeError: if there was no call, or nothing ran for one.
+        RuntimeError: if there was no call, or a call launched nothing.
     """
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     launched: dict[int, list[Event]] = {}  # by the operator that launched them
@@ -85,7 +85,7 @@ def busy_ms(kernels: Sequence[Event]) -> float:
 
 
 def on_gpu(events: Sequence[Event]) -> list[Event]:
-    """Returns the kernels, copies and fills among events, without the spinning before each call."""
+    """Returns the kernels, copies and fills among events, without the spin kernels."""
     return [x for x in events if x.get("cat") in ON_GPU and SPIN not in x["name"]]
 
 

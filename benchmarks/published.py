@@ -1,4 +1,4 @@
-"""Trains the recipes of a data set, and stores what they reach beside what is published.
+"""Trains the recipes of a data set, and stores their metrics beside the published ones.
 
     python -m benchmarks.published --set ml-1m --data ml-1m/ratings.dat --json ml-1m.json
     python -m benchmarks.published --set ml-1m --data ml-1m/ratings.dat --cases hstu-ml-1m --seeds 1
@@ -7,18 +7,18 @@
     python -m benchmarks.published --data ml-1m/ratings.dat --runs runs/published --finished
     python -m benchmarks.published --data ml-1m/ratings.dat -- --relative-bias none
 
-A recipe is one of `examples/recipes`; `--set` names the end of its name. There is one record for
+A recipe is one of `examples/recipes`; `--set` is the suffix of its name. There is one record for
 each row of the example's table: means and standard deviations over the seeds, the published
-metrics, and a fingerprint of the data. The record of a model's first row has the curve, the metrics
-after each epoch, and that of a baseline its level there. Those of a model have the seconds of the
-first run (training, tests after each epoch and the files of the run; no baselines).
+metrics, and a fingerprint of the data. The record of a model's first row has the metrics after each
+epoch (the curve), and a baseline's record has its level in that plot. Records of a model have the
+seconds of the first run (training, evaluation after each epoch and writing files; no baselines).
 
-All runs are of one process, so that kernels are compiled once. `--jobs` makes several at once, each
-in its own process, after the first of each recipe, which alone has the device and whose seconds
-are recorded; with `--shared` those are made at once, too, and there are no seconds. `--runs` keeps
-the runs in a directory: the same command continues what was stopped there, and `--finished` reports
-what is finished without training. Data without real times, whose events are merely numbered in
-their order, are marked "order only"; `--note` says what else is to be known of them.
+All runs are made in one process, so that kernels are compiled once. `--jobs` makes several runs at
+once, each in its own process. The first run of each recipe, whose seconds are recorded, still has
+the device alone; with `--shared` it does not, and no seconds are recorded. `--runs` keeps the runs
+in a directory: the same command continues stopped runs, and `--finished` reports the finished ones
+without training. Data that have only the order of events instead of real times are marked "order
+only"; `--note` adds further remarks on the data.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ __all__ = [
     "runs_of",
 ]
 
-RESULT = "result.json"  # in the directory of a run that is finished
+RESULT = "result.json"  # in the directory of a finished run
 CURVE = ("hit_rate_10", "ndcg_10")
-SPLIT_OF = {"published": "test", "validated": "validation"}  # what is evaluated after each epoch
+SPLIT_OF = {"published": "test", "validated": "validation"}  # the split evaluated after each epoch
 CommandLines = dict[str, list[list[str]]]  # of the runs of each case
-FIRST_REAL_TIME = 631_152_000  # 1990-01-01: what is before it is no time of an event on the web
+FIRST_REAL_TIME = 631_152_000  # 1990-01-01; earlier timestamps cannot be times of web events
 
 
 def has_times(log: EventLog) -> bool:
     """Returns whether events have real times, and not only an order.
 
-    There are none where times are before 1990, or a user's events are all as far apart as any.
+    Times are not real if all are before 1990, or if the gaps between users' events are all equal.
     """
     if len(log.timestamps) == 0 or log.timestamps.max() < FIRST_REAL_TIME:
         return False
@@ -109,7 +109,7 @@ class Result:
         seconds: the time of training, tests after each epoch and the files of the run; None where
             the run did not have the device alone, or was continued.
         seed: the seed of the run.
-        losses: the mean training loss of each epoch; none in a file from before they were kept.
+        losses: the mean training loss of each epoch; empty in older files, which do not have it.
     """
 
     table: dict[str, dict[str, float]]
@@ -120,7 +120,7 @@ class Result:
 
 
 def finished(arguments: list[str]) -> Result | None:
-    """Returns what the run in the directory of these arguments reached, or None if it is not over.
+    """Returns the result of the run that these arguments describe, or None if it is unfinished.
 
     Raises:
         ValueError: the run there has other options or other data.
@@ -140,7 +140,7 @@ def finished(arguments: list[str]) -> Result | None:
 
 
 def train(arguments: list[str], has_device: bool) -> Result:
-    """Makes or continues a run of the example, unless it is finished; returns what it reached."""
+    """Makes or continues a run of the example, unless it is finished; returns its result."""
     if found := finished(arguments):
         return found
     module = example()
@@ -181,7 +181,7 @@ def runs_of(options: Any, case: str, runs: Path) -> list[list[str]]:
 def results_of(options: Any, of_case: CommandLines) -> dict[str, list[Result]]:
     """Makes the runs of all cases, one after the other or `--jobs` at once.
 
-    Several at once begin with the last case: recipes are sorted by the time that they take.
+    Concurrent runs begin with the last case, which takes longest.
 
     Args:
         options: the options of the benchmark.
@@ -210,7 +210,7 @@ def results(run: Run, of_case: Callable[[Path], CommandLines]) -> dict[str, list
         of_case: returns the command lines of the runs of each case, given their directory.
 
     Raises:
-        ValueError: there are no data, or `--finished` without a directory.
+        ValueError: `--data` is missing, or `--finished` is given without `--runs`.
     """
     options = run.options
     if options.data is None:
@@ -242,7 +242,7 @@ def records_of(
     """Returns a record for each row of the table of a recipe.
 
     Args:
-        options: those of the benchmark; `options.options` are those of the runs.
+        options: the benchmark's options; `options.options` are the options of the runs.
         case: the recipe.
         results: the result of each seed; without any, there is no record.
         baselines: whether to tune the baselines, too.
@@ -288,7 +288,7 @@ def records_of(
         {key: rounded(statistics.fmean(each[key] for each in tests)) for key in CURVE}
         for tests in zip(*(result.curve for result in results), strict=True)
     ]
-    of_runs = (result.losses for result in results)  # zip makes none of them where one has none
+    of_runs = (result.losses for result in results)  # zip gives none if a run has no losses
     losses = [rounded(statistics.fmean(epoch)) for epoch in zip(*of_runs, strict=False)]
     for row, metrics in rows.items():
         columns = {key: [each[key] for each in metrics] for key in metrics[0]}

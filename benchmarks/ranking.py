@@ -1,12 +1,12 @@
-"""Runs the ranking example and stores what it reached.
+"""Runs the ranking example and stores its metrics.
 
     python -m benchmarks.ranking --json ranking.json
     python -m benchmarks.ranking --data ml-100k/u.data --seeds 3 --json ranking-ml-100k.json
     python -m benchmarks.ranking --data ml-1m/ratings.dat -- --held-out-share 0.1
 
-The example is run as `make ranking` runs it, with its made-up data, on the CPU and into a folder of
-its own; `--data` and the options after `--` say otherwise. There is one record for each line of its
-table: means and standard deviations over the seeds.
+By default the example runs as in `make ranking`: on synthetic data and the CPU, but with a
+temporary output folder; `--data` and the options after `--` change this. There is one record for
+each row of its table: means and standard deviations over the seeds.
 """
 
 from __future__ import annotations

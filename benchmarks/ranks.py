@@ -1,4 +1,4 @@
-"""Helpers of benchmarks of several GPUs: waiting for all ranks, sums over them, and time."""
+"""Helpers of multi-GPU benchmarks: barriers, reductions over the ranks, and timing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
 
 
 def wait_for_all(mesh: DeviceMesh | None, device: torch.device) -> None:
-    """Waits until every rank of the mesh is here and its GPU is idle."""
+    """Waits until every rank of the mesh has called this and its GPU is idle."""
     over_all([0.0], dist.ReduceOp.SUM, mesh, device)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -35,7 +35,7 @@ def wait_for_all(mesh: DeviceMesh | None, device: torch.device) -> None:
 def over_all(
     values: Sequence[float], operation: Any, mesh: DeviceMesh | None, device: torch.device
 ) -> list[float]:
-    """Returns each value's maximum, or sum, over the ranks of a mesh; None is this rank alone."""
+    """Returns each value's maximum, or sum, over the ranks of a mesh; without one, the values."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     if mesh is not None:
         dist.all_reduce(tensor, operation, group=mesh.get_group())
@@ -43,7 +43,7 @@ def over_all(
 
 
 class Clock:
-    """A clock of a device: events on a GPU's stream, or the time of the host."""
+    """A clock of a device: CUDA events on a GPU, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,8 +1,8 @@
-"""Records: what was measured, on what, when and by which command.
+"""Records: the result of a measurement, with the machine, the date and the command.
 
-A record is a flat dict. It says which `benchmark` made it, its origin (`origin`), its case and its
-implementation (`case`, `impl`, `pass` and the sizes), and the figures. `error` is the reason where
-something failed. A file is a JSON list with one record in each line.
+A record is a flat dict: the `benchmark` that made it, its origin (`origin`), its case and
+implementation (`case`, `impl`, `pass` and the sizes), and the figures. `error` is the reason of a
+failure. A file is a JSON list with one record in each line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Record = dict[str, Any]
-BASELINES = ("dense_bias", "triton", "flash2", "cudnn")  # what this library is compared with
+BASELINES = ("dense_bias", "triton", "flash2", "cudnn")
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -67,9 +67,9 @@ def _triton_version() -> str | None:
 
 
 def commit_of(root: Path = ROOT) -> str:
-    """Returns the commit of a checkout, with "+" where its sources differ from it, or "unknown".
+    """Returns the commit of a checkout, with "+" if its sources have changed, or "unknown".
 
-    `HSTU_ATTN_COMMIT` says what the commit of this tree is where it has no repository.
+    `HSTU_ATTN_COMMIT` names the commit of this tree where the tree is not a repository.
     """
     if root == ROOT and (commit := os.environ.get("HSTU_ATTN_COMMIT")):
         return commit
@@ -90,8 +90,8 @@ def origin(command: str, commit: str | None = None, gpu: str | None = None) -> R
 
     Args:
         command: the command line.
-        commit: the commit of this tree; None asks the repository.
-        gpu: the GPU's name; None for a benchmark of CPUs.
+        commit: the commit of this tree; None to ask the repository.
+        gpu: the GPU's name; None for a CPU benchmark.
     """
     flags = set((_cpuinfo("flags") or _cpuinfo("Features")).split())
     return {

@@ -3,9 +3,9 @@
     python -m benchmarks.report
     python -m benchmarks.report --check
 
-A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; what is between the two is
-replaced. `DOCUMENTS` says which file has which tables. With `--check` nothing is written, and the
-exit status says whether all are current.
+A table is between the marks `<!-- NAME:begin -->` and `<!-- NAME:end -->`; the text between them is
+replaced. `DOCUMENTS` lists the tables of each file. With `--check` nothing is written, and the exit
+status tells whether all tables are up to date.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .tables import TABLES, peers, speed
 
 __all__ = ["DOCUMENTS", "render"]
 
-SUMMARY = ("32 x 1024", "8 x 4096", "2 x 16384")  # the cases of other libraries in README.md
-SHOWN = {"attention": "table", "stack": "host tier"}  # the group that is shown if none is named
+SUMMARY = ("32 x 1024", "8 x 4096", "2 x 16384")  # cases of the library comparison in README.md
+SHOWN = {"attention": "table", "stack": "host tier"}  # the default group of a benchmark
 OTHERS = ("rab", "deterministic", "masks", "latency", "host", "scan")  # further groups of attention
 SOURCES = "Stored in `benchmarks/results/h200/`: `attention.json` and `peers.json`."
 
@@ -43,8 +43,8 @@ def stored(benchmark: str, group: str | None = None) -> list[File]:
     """Returns the records of each stored file that belong to a benchmark and to a group.
 
     Args:
-        benchmark: its name.
-        group: that of `SHOWN` if None.
+        benchmark: the benchmark's name.
+        group: the group's name; None for the default, in `SHOWN`.
     """
     group = group or SHOWN.get(benchmark)
     files = [read_records(path) for path in sorted(RESULTS.glob("*/*.json"))]
@@ -74,7 +74,7 @@ def speed_lines() -> list[str]:
 
 
 def soaks() -> list[str]:
-    """Renders the long runs of engines as Markdown."""
+    """Renders the soak tests of engines as Markdown."""
     return [
         line
         for records in stored("engine")
@@ -84,14 +84,14 @@ def soaks() -> list[str]:
 
 
 def engine_arrivals() -> list[str]:
-    """Renders what engines do under random arrivals as Markdown."""
+    """Renders the load tests of engines with random arrivals as Markdown."""
     files = [[r for r in records if "load" in r] for records in stored("engine")]
     made = [arrivals(records) for records in files if records]
     return [line for x in made for line in (*x.markdown(), "")][:-1] or ["No results are stored."]
 
 
 def published() -> list[str]:
-    """Renders what the recipes reach as Markdown, with the stored pictures of their curves."""
+    """Renders the metrics of the recipes as Markdown, with the stored plots of their curves."""
     pictures = [
         f'<img src="../{path.relative_to(ROOT).as_posix()}" width="800" '
         f'alt="HR@10 and NDCG@10 after each epoch, {path.stem.removeprefix("published-")}">'
@@ -102,7 +102,7 @@ def published() -> list[str]:
 
 
 def fp8_training() -> list[str]:
-    """Renders what training in FP8 reaches as Markdown, with the stored pictures of its curves."""
+    """Renders the metrics of training in FP8 as Markdown, with the stored plots of its curves."""
     pictures = [
         f'<img src="../../{path.relative_to(ROOT).as_posix()}" width="800" '
         'alt="Training loss and NDCG@10 after each epoch in bf16 and in FP8">'
@@ -112,7 +112,7 @@ def fp8_training() -> list[str]:
 
 
 def ranking(of_real_data: bool) -> list[str]:
-    """Renders what the ranking example reaches, on real data or on those made up, as Markdown."""
+    """Renders the ranking example's metrics on real or on synthetic data as Markdown."""
     files = [file for file in stored("ranking") if ("data" in file[0]) == of_real_data]
     return [line for table in TABLES["ranking"](files) for line in (*table.markdown(), "")][:-1]
 
@@ -160,7 +160,7 @@ def render(path: Path) -> str:
     """Returns the text of a document with its tables replaced by new ones.
 
     Raises:
-        ValueError: if the marks of a table are not in it exactly once.
+        ValueError: if the marks of a table are missing or occur more than once.
     """
     text = path.read_text()
     for name, make in DOCUMENTS[path].items():

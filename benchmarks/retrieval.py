@@ -1,9 +1,9 @@
-"""Runs the retrieval example and stores what it reached.
+"""Runs the retrieval example and stores its metrics.
 
     python -m benchmarks.retrieval --json retrieval.json
 
-The example is run as `make demo` runs it, with its made-up data, on the CPU and into a folder of
-its own. There is one record for each line of its table; `seconds` is the time of the whole run.
+The example runs as in `make demo`: on synthetic data and the CPU, but with a temporary output
+folder. There is one record for each row of its table; `seconds` is the time of the whole run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["BENCHMARK", "main", "run_example"]
 def run_example(
     name: str, more: Sequence[str] = ("--device", "cpu")
 ) -> tuple[dict[str, dict[str, float]], float]:
-    """Trains with an example, into a folder that is removed.
+    """Runs a training example, with a temporary output folder.
 
     Args:
-        name: the name of its script, such as "train_retrieval".
-        more: its options; others have their defaults.
+        name: the name of the example's script, such as "train_retrieval".
+        more: further command-line options.
 
     Returns:
-        The metrics of each line of its table, and the seconds that it took.
+        The metrics of each row of the example's table, and the seconds of the run.
     """
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Runs a benchmark: its command line, its records and its exit status.
 
-A module with a benchmark says what its cases are and how one of them is measured, and makes a
-`Benchmark` of both. Everything else is here and in `timing`.
+A benchmark module defines its cases and how to measure one of them, and makes a `Benchmark` from
+both. Everything else is here and in `timing`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class Benchmark:
     Attributes:
         name: the name of its module in this package.
         parser: the parser of `cli.parser`.
-        measure: the records of a case, without what `describe` and `record.origin` say.
-        cases: what there is to measure, by default one case, the benchmark's name. A case is a name
-            or has a `name`, and may have a `group`; `--cases` chooses by them.
-        variants: what `--against` compares of a case; None where it compares nothing.
-        describe: what every record of the run says in addition to its origin.
-        needs_gpu: whether there must be a GPU; otherwise the option `--device`, where there is
-            one, says whether it is used.
+        measure: returns the records of a case, without the fields of `describe` and
+            `record.origin`.
+        cases: returns the cases, by default one with the benchmark's name. A case is a name or has
+            a `name`, and may have a `group`; `--cases` selects by either.
+        variants: returns the variants of a case for `--against`; None if that is not supported.
+        describe: returns fields that every record of the run has in addition to its origin.
+        needs_gpu: whether a GPU is required; otherwise the option `--device`, if the benchmark has
+            it, decides whether a GPU is used.
     """
 
     name: str
@@ -60,8 +61,8 @@ class Benchmark:
         """Measures, prints and writes what the command line requests.
 
         Args:
-            arguments: the command line; None is that of the process.
-            gpu: stands in for the GPU, for tests.
+            arguments: the command line; None for that of the process.
+            gpu: replaces the GPU in tests.
             world: the ranks, in a benchmark of several GPUs.
 
         Returns:
@@ -127,7 +128,7 @@ class Benchmark:
         return Run(options, gpu, world, limits)
 
     def wants_gpu(self, options: argparse.Namespace, world: Any) -> bool:
-        """Returns whether the GPU is used, where there is one."""
+        """Returns whether the GPU is used, if there is one."""
         if world is not None:
             return bool(world.device.type == "cuda")
         return self.needs_gpu or getattr(options, "device", "cpu") != "cpu"
@@ -173,7 +174,7 @@ _FIGURES = {
 
 
 def progress(record: Record) -> str:
-    """Returns one line on a record: which it is, and its main figures."""
+    """Returns one line on a record: its case, implementation and main figures."""
     names = [str(record[name]) for name in _NAMES if record.get(name) not in (None, "")]
     if record.get("error"):
         return f"  FAILED  {', '.join(names)}: {record['error']}"

@@ -6,25 +6,24 @@
     python -m benchmarks.serving --concurrency 32 --loads 0.5 0.8 0.95 1.5 --seconds 20 --replicas 2
     python -m benchmarks.serving --device cuda --loads 0.5 0.8 0.95 --seconds 20
 
-Starts `examples/serve.py` as a process of its own, on the CPU of this machine or on its GPU, and
-drives it over loopback by as many threads as requests are to be under way; each sends its next one
-when it has its answer. A request brings one new event of a random user of the data, and asks for
-the best 10 items that the user has not seen. The threads and the server share the processors, so
-the server alone would be faster. `others` are the processors that other work kept busy in the
-second before the start.
+Starts `examples/serve.py` in a separate process, on this machine's CPU or GPU, and sends requests
+over loopback from `--concurrency` threads; each sends its next request when it has an answer. A
+request has one new event of a random user of the data, and asks for the best 10 items that the user
+has not seen. The threads and the server share the processors, so the server alone would be faster.
+`others` is the number of processors that other work kept busy in the second before the start.
 
-With `--loads` requests arrive at random instead, as in `benchmarks.engine`: first half as many
-again as are answered if `--concurrency` of them are always under way (the last of these numbers),
-which measures the capacity, then these fractions of it. Users are drawn by a Zipf distribution;
-their histories are those of the data, and each event is a new one. A request that is not answered
-within a second counts as failed, as does one of that first overload that is due while as many are
-under way as are answered in a fifth of a second; a load over 1 has no such limit. Events are stored
-in SQLite or, with `--replicas`, in a Redis server that so many replicas on Ray Serve share, in the
-environment of examples/serve_ray.env. At the first load there are further runs, in the middle of
-which the model changes or a replica is killed by SIGKILL. A run goes on until the new model has
-taken over, and for half of `--seconds` after it. `pause` is the longest time in which requests
-waited and none was answered, and `fsync_ms` the longest `fsync` of Redis in the run, for which
-every answer waits that stores an event.
+With `--loads` requests arrive at random instead, as in `benchmarks.engine`. First the throughput
+with `--concurrency` requests in flight (the last of these numbers) is measured. Then 1.5 times as
+many requests arrive, an overload that measures the capacity; then the given fractions of the
+capacity. Users are drawn from a Zipf distribution; their histories are those of the data, and each
+event is new. A request that is not answered within a second counts as failed. During the overload,
+so does a request that becomes due while as many are in flight as are answered in a fifth of a
+second; other loads, even above 1, have no such limit. Events are stored in SQLite or, with
+`--replicas`, in a Redis server shared by this number of replicas on Ray Serve, in the environment
+of examples/serve_ray.env. In the middle of further runs at the first load, the model is replaced or
+a replica is killed by SIGKILL. Such a run goes on for half of `--seconds` after the model has been
+replaced. `pause` is the longest time in which requests waited and none was answered. `fsync_ms` is
+the longest `fsync` of Redis in the run; each answer that stores an event waits for an `fsync`.
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ SERVER = ROOT / "examples/serve.py"
 WARM_UP_SECONDS = 2.0
 PAUSE_SECONDS = 1.0  # between loads
 CONNECTIONS = 400
-REDIS_SECONDS = 10.0  # in which Redis must have started
-DEPLOYED_SECONDS = 0.2  # between two questions whether the replicas serve
+REDIS_SECONDS = 10.0  # timeout for the start of Redis
+DEPLOYED_SECONDS = 0.2  # polling interval while replicas are deployed
 TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recomputed")]
 CHANGE, KILL = "the model changes", "a replica is killed"
 
@@ -132,11 +131,11 @@ class Serving(NamedTuple):
     """A running server or deployment, to which a load test sends requests.
 
     Attributes:
-        address: where requests go.
-        servers: what it is called in the records.
-        events: what may happen in the middle of a run.
-        longest_fsync: returns the longest fsync of the store since it was last called, in ms; None
-            where it is not known.
+        address: the address to which requests are sent.
+        servers: its name in the records.
+        events: events for the middle of a run, by name.
+        longest_fsync: returns the longest fsync of the store since the last call, in ms; None if it
+            is not known.
     """
 
     address: str
@@ -175,10 +174,10 @@ def free_port() -> int:
 
 @contextmanager
 def redis_server() -> Iterator[str]:
-    """Runs a Redis server that keeps what it has answered; yields its URL when it accepts clients.
+    """Runs a durable Redis server; yields its URL when it accepts clients.
 
     Raises:
-        OSError: if there is no such program, or it accepts none in `REDIS_SECONDS`.
+        OSError: if `redis-server` is missing or does not accept clients within `REDIS_SECONDS`.
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +201,7 @@ def redis_server() -> Iterator[str]:
 
 
 def fsyncs_of_redis(url: str) -> Callable[[], float]:
-    """Has a Redis server record its fsyncs, and returns `Serving.longest_fsync`."""
+    """Enables the recording of fsyncs in a Redis server; returns `Serving.longest_fsync`."""
     import redis
 
     server = redis.Redis.from_url(url)
@@ -212,13 +211,13 @@ def fsyncs_of_redis(url: str) -> Callable[[], float]:
         events = server.execute_command("LATENCY", "LATEST")
         server.execute_command("LATENCY", "RESET")
         found = [ms for name, _, _, ms in events if name == b"aof-fsync-always"]
-        return float(max(found, default=0))  # Redis records none that is shorter than 1 ms
+        return float(max(found, default=0))  # Redis records only those of at least 1 ms
 
     return longest
 
 
 def variables_of_ray() -> dict[str, str]:
-    """Returns the environment of examples/serve_ray.env, which serves from any folder."""
+    """Returns the variables of examples/serve_ray.env, changed to work from any folder."""
     lines = (SERVER.parent / "serve_ray.env").read_text().splitlines()
     found = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     plain = {name: value.strip("'") for name, value in found.items()}
@@ -226,11 +225,11 @@ def variables_of_ray() -> dict[str, str]:
 
 
 def start_replicas(wanted: dict[str, Any], port: int) -> str:
-    """Starts a Ray of this process and replicas, which serve at a port of loopback.
+    """Starts a Ray cluster owned by this process, and replicas that serve at a loopback port.
 
     Args:
         wanted: the `configuration` of the replicas.
-        port: is free.
+        port: a free port.
 
     Returns:
         The address of Ray's REST API.
@@ -238,24 +237,24 @@ def start_replicas(wanted: dict[str, Any], port: int) -> str:
     import ray
     from ray import serve
 
-    # This process would print, meanwhile, what the replicas log of each request.
+    # Without log_to_driver=False, this process would print the replicas' log of each request.
     here = ray.init("local", include_dashboard=True, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     dashboard = f"http://{here.dashboard_url}"
     deploy(dashboard, wanted)
-    pid_of_replica()  # the first call takes long, and would take the processors from requests
+    pid_of_replica()  # the first call is slow, and would slow down requests if made later
     return dashboard
 
 
 def configuration(
     arguments: Mapping[str, object], replicas: int, taking_over: Path | None = None
 ) -> dict[str, Any]:
-    """Returns what `serve deploy` reads from a YAML.
+    """Returns the configuration that `serve deploy` would read from a YAML file.
 
     Args:
         arguments: options of serve.py, by name.
-        replicas: how many there are. On GPUs each has one of its own, or they share what there is.
-        taking_over: the file of a model that takes over from that of the arguments.
+        replicas: the number of replicas. On GPUs, each has its own, or they share what there is.
+        taking_over: the file of a model that replaces the model of the arguments.
     """
     gpus = min(1, device_count() / replicas) if arguments["device"] == "cuda" else 0
     options = {
@@ -279,10 +278,10 @@ def configuration(
 
 
 def deploy(dashboard: str, wanted: dict[str, Any]) -> None:
-    """Has Ray serve a configuration, as `serve deploy` does; returns when all replicas serve it.
+    """Deploys a configuration, as `serve deploy` does; returns when all replicas serve it.
 
     Raises:
-        RuntimeError: they cannot.
+        RuntimeError: if the deployment fails.
     """
     url = urlsplit(dashboard)
     headers = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
@@ -305,7 +304,7 @@ def deploy(dashboard: str, wanted: dict[str, Any]) -> None:
 
 
 def pid_of_replica() -> int:
-    """Returns the process of one of the replicas that `start_replicas` has started."""
+    """Returns the process id of one of the replicas that `start_replicas` has started."""
     from ray import serve
 
     handle = serve.get_deployment_handle("Replica", "default")
@@ -327,9 +326,9 @@ def stop_replicas() -> None:
 
 @contextmanager
 def several_replicas(model: Path, data: Path, device: str, replicas: int) -> Iterator[Serving]:
-    """Runs replicas on a Ray of their own, over a Redis server of their own.
+    """Runs replicas on a separate Ray cluster, with a separate Redis server.
 
-    The process that deploys them is not this one, in whose interpreter requests would wait for it.
+    Another process deploys them, because deploying in this one would delay the load generator.
     """
     port = free_port()
     with (
@@ -410,14 +409,14 @@ def other_work() -> float:
 
 
 class NewEvents:
-    """Draws events of which no two of a user are equal, so that the server stores each.
+    """Draws events that are distinct for each user, so that the server stores each.
 
-    A user's events are as late as the clock says, but those that are under way together have one
-    time and different items, because they may change places.
+    An event has the current time. While events of a user are in flight, further ones get the same
+    time and other items, because their requests may be reordered.
 
     Args:
-        items: the ids that are drawn, with equal probability.
-        rng: what draws them.
+        items: the ids to draw from, with equal probability.
+        rng: the random generator.
     """
 
     def __init__(self, items: Sequence[int | str], rng: random.Random) -> None:
@@ -448,7 +447,7 @@ class NewEvents:
 def sender(
     client: Client, log: EventLog, exponent: float, rng: random.Random
 ) -> Callable[[], Awaitable[bool]]:
-    """Returns what sends a request of a random user."""
+    """Returns a function that sends a request of a random user."""
     draw = zipf(log.source_user_ids, exponent, rng)
     events = NewEvents(log.source_item_ids, rng)
 
@@ -484,13 +483,13 @@ def arrivals(serving: Serving, log: EventLog, options: Any) -> Iterator[Record]:
             return await arrive_at_random(send, rate=rate, **how)
 
     def run(rate: float, middle: Callable[[], object] | None) -> Load[None]:
-        time.sleep(PAUSE_SECONDS)  # The server drops what the last load has left.
+        time.sleep(PAUSE_SECONDS)  # lets the server drop requests left over from the last load
         serving.longest_fsync()
         return asyncio.run(at_random(rate, middle))
 
     answered = asyncio.run(under_way())
     print(f"{answered:.0f} requests/s, {concurrency} under way", flush=True)
-    # At an overload, more than these would be answered too late.
+    # Under overload, requests beyond this number would be answered too late.
     most = max(concurrency, round(PATIENCE / 5 * answered))
     names = {"servers": serving.servers, "zipf": options.zipf, "most_under_way": most}
     for record, found in at_loads(answered, run, options.loads, serving.events):

@@ -1,33 +1,33 @@
 """A stack of layers over a paged KV cache: `python -m benchmarks.paged --stack`.
 
-8 layers of 4 heads of 256, of width 1024, in bf16. First a scoring step of 8 users, with the time
-that the host takes to launch it:
+The stack has 8 layers of width 1024, with 4 heads of 256, in bf16. The first part is a scoring step
+of 8 users, with the time that the host takes to launch it:
 
     cached          the step on a cache, launched from Python
-    graph           the same, captured in a CUDA graph and replayed
+    graph           `cached`, captured in a CUDA graph and replayed
     recompute       the stack on all rows of the history and the candidates, with no cache
 
-Then users who come back from host memory. A `PagedKVCache` has room for two batches of users on the
-GPU, and there are three. So a step of a batch that is away brings its users back from pinned host
-memory, layer by layer while the layers compute, and those who were used least recently go there. A
-step writes the new events again, on users who have them already: every step does the same, of as
-many pages. Times are those of the host's clock, from before the cache's step is opened until the
-GPU has done what is waited for; medians of interleaved rounds:
+The second part is users who return from host memory. A `PagedKVCache` has room on the GPU for two
+of three batches of users. A step of the batch that was evicted copies its users back from pinned
+host memory, layer by layer while the layers compute, and evicts the least recently used users to
+the host. Each step writes the same new events again, so that all steps do equal work on equally
+many pages. Times are measured on the host, from before the cache's step is opened until the GPU has
+finished the given part; medians of interleaved rounds:
 
     resident        a step of all layers whose users are on the GPU
-    returning       the same where every user comes back, until the output is there
-    with evictions  until the users who made room are on the host as well; the next step's copies
-                    would wait for them
-    copies          a step that makes room, brings as many users back and computes nothing
-    from host       the rate of these copies: the bytes brought back, in the time of `copies`
-    to host         that of the copies the other way, which follow on the same stream
-    hidden          the part of `copies` that the computation hides: `returning` is so much less
-                    than `copies` and `resident` one after the other. Behind "of" the most that it
-                    can be: all of `copies`, or as much as `resident` takes where that is shorter
-    recompute       the stack on all rows of the history and the candidates, with no cache at all
+    returning       a step whose users all return from the host, until its output is computed
+    with evictions  `returning`, until the evicted users have been copied to the host as well; the
+                    next step's copies would wait for this
+    copies          a step that evicts users, copies as many back and computes nothing
+    from host       the bandwidth of the copies from the host: their bytes in the time of `copies`
+    to host         the bandwidth of the copies to the host, which follow on the same stream
+    hidden          the fraction of `copies` that overlaps with computation: the difference of
+                    `copies` + `resident` and `returning`. After "of" is the largest possible
+                    fraction: all of `copies`, or the time of `resident` where that is shorter
+    recompute       the stack on all rows of the history and the candidates, with no cache
 
-What a batch computes when it returns is first compared with what it computed before it ever went
-away, bit for bit; and steps are checked to have found their users where they should have been.
+First, the outputs of each batch after its return are checked to equal its outputs before its first
+eviction, bit for bit, and users to be where they are expected, on the GPU or the host.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .timing import WARM_UP, Call, Run, Variant, take_turns
 __all__ = ["CASES", "HOST_TIER", "Stack", "Users", "measure", "measure_returning"]
 
 HOST_TIER = "host tier"  # the group of users who return from host memory
-GROUPS = 3  # batches of users; one is away, and the host has room for it and for another
+GROUPS = 3  # batches of users; one is on the host, which has room for two
 DTYPE = torch.bfloat16
 
 
@@ -97,7 +97,7 @@ class Stack(Request):
 
 
 SCORING = Stack(256, history=4096, new=128, candidates=256, batch=8)
-# These cases have the same bytes, and more and more to recompute.
+# These cases have the same bytes of pages, and increasing work to recompute.
 CASES = (
     SCORING,
     *(replace(SCORING, history=4096 * n, batch=8 // n, group=HOST_TIER) for n in (1, 4, 8)),
@@ -171,11 +171,11 @@ class Users:
     """Three batches of users with random keys and values, two on the device and one on the host.
 
     Args:
-        case: what they ask for.
+        case: the requests of a batch.
         device: the device of the cache and the stack.
 
     Attributes:
-        cache: the cache whose pages they share.
+        cache: the cache of all users.
     """
 
     def __init__(self, case: Stack, device: str) -> None:
@@ -201,7 +201,7 @@ class Users:
         )
         batches = [range(n * case.batch, (n + 1) * case.batch) for n in range(GROUPS)]
         self._turns: Iterator[range] = itertools.cycle(batches)
-        self._before: dict[range, Tensor] = {}  # outputs of users before they were ever away
+        self._before: dict[range, Tensor] = {}  # outputs of users before their first eviction
         for users in batches:
             self._fill(users)
             self._before[users] = self.score(users)
@@ -215,7 +215,7 @@ class Users:
                 step.append(layer, k, v)
 
     def who_are_away(self) -> range:
-        """Returns the next batch in turn; a step brings it back and sends the one after it away."""
+        """Returns the next batch in turn, whose step restores it and evicts the batch after it."""
         return next(self._turns)
 
     def score(self, users: range) -> Tensor:
@@ -228,7 +228,7 @@ class Users:
             return self._stack.forward_cached(self._x, rows)
 
     def bring_back(self, users: range) -> None:
-        """Opens and closes a step in which nothing is computed."""
+        """Copies the users back, in a step that computes nothing."""
         with self.cache.step(users, [0] * self.case.batch):
             pass
 
@@ -245,8 +245,8 @@ class Users:
         """Checks each batch when it returns, and again when it is resident.
 
         Raises:
-            AssertionError: if the outputs are not those from before it went away, or users are not
-                where they should be.
+            AssertionError: if the outputs differ from those before the eviction, or users are not
+                where they are expected.
         """
         for _ in range(GROUPS):
             users = self.who_are_away()
@@ -266,7 +266,7 @@ def _offsets(counts: Tensor) -> Tensor:
 def _check_moves(
     before: CacheStats, after: CacheStats, case: Stack, *, steps: int, returning: int
 ) -> None:
-    """Checks how many users the steps have found, where, and how many bytes they moved."""
+    """Checks the steps' cache hits on the device and on the host, and the bytes moved."""
     changes = {
         "hits": steps * case.batch,
         "host_hits": returning * case.batch,
@@ -281,7 +281,7 @@ def _check_moves(
 
 
 def _microseconds(call: Callable[[], Any], device: str) -> tuple[float, float]:
-    """Times a call until the current stream is done, and until the whole device is."""
+    """Times a call until the current stream is done, and until the whole device is idle."""
     is_gpu = device == "cuda"
     if is_gpu:
         torch.cuda.synchronize()
@@ -299,13 +299,13 @@ def measure_returning(case: Stack, device: str, rounds: int) -> Record:
     """Measures users that return to the cache: microseconds, bytes of a step, and rates in GB/s.
 
     Args:
-        case: what is asked for.
-        device: "cuda" or "cpu"; on a CPU nothing overlaps, and copies the other way are done before
+        case: the requests of a batch.
+        device: "cuda" or "cpu"; on a CPU nothing overlaps, and copies to the host are done before
             the layers compute.
-        rounds: how many there are; their medians count.
+        rounds: the number of rounds, whose medians are reported.
 
     Raises:
-        AssertionError: as `Users.check`.
+        AssertionError: see `Users.check`.
     """
     users = Users(case, device)
     users.check()
@@ -346,5 +346,5 @@ def measure_returning(case: Stack, device: str, rounds: int) -> Record:
 
 
 def _rate(moved: int, us: float, device: str) -> float | None:
-    """Returns GB/s; None on a CPU, where one call copies in both directions."""
+    """Returns the rate in GB/s; None on a CPU, where one call copies in both directions."""
     return rounded(moved / us / 1e3) if device == "cuda" else None

@@ -1,13 +1,13 @@
-"""Times the start of the example's server over stores of many users.
+"""Times the start of the example's server with stores of many users.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --stores sqlite redis --users 0 1000000 --json startup.json
 
-Fills a store with so many users, each with a few events, starts `examples/serve.py` over it on the
-CPU with the model that `make demo` has trained, and times how long it takes until the server says
-that it listens, and then the answer to a first event of one of the users. A first start, which is
-not timed, notes the model's items in the store. Redis is a server of its own, which is running when
-the example's server starts.
+Fills a store with the given number of users, each with a few events, and starts `examples/serve.py`
+with it on the CPU, with the model that `make demo` has trained. It times the start until the server
+reports that it listens, and then the answer to a first event of one of the users. A first start,
+which is not timed, writes the model's items into the store. The Redis server already runs when the
+example's server starts.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from .timing import Run
 
 __all__ = ["BENCHMARK", "fill", "main"]
 
-FIRST_TIME, PAUSE = 1_700_000_000, 3600  # seconds: of each user's first event, until the next one
+FIRST_TIME, PAUSE = 1_700_000_000, 3600  # time of a user's first event, and gap to the next [s]
 
 
 def fill(place: str, users: int, events: int, items: int) -> None:
     """Makes a store in which the users `0 .. users - 1` have events on random items.
 
     Args:
-        place: as in `open_store`.
-        users: how many there are.
-        events: how many each of them has.
+        place: the path or URL, as for `open_store`.
+        users: the number of users.
+        events: the number of events of each user.
         items: the number of items.
     """
     rng = np.random.default_rng(0)
@@ -74,10 +74,10 @@ def fill(place: str, users: int, events: int, items: int) -> None:
 
 
 def start(model: Path, data: Path, place: str, user: int, item: int | str) -> tuple[float, float]:
-    """Returns the seconds until the server is ready, and those of the answer to a user's event.
+    """Returns the seconds until the server is ready, and the seconds of its answer to an event.
 
     Raises:
-        RuntimeError: if it does not start, or does not answer.
+        RuntimeError: if the server does not start, or does not answer.
     """
     begin = time.perf_counter()
     with running_server(model, data, "cpu", ["--store", place]) as port:

@@ -26,7 +26,7 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Table:
-    """A table, with a paragraph before it if `before` is not empty, and after it likewise."""
+    """A table, with the paragraphs `before` and `after` unless they are empty."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -56,7 +56,7 @@ class Table:
 
 
 def number(x: float | None, digits: int = 3) -> str:
-    """Formats with so many significant digits, and never an exponent."""
+    """Formats a number with `digits` significant digits and no exponent."""
     if x is None:
         return "-"
     rounded = float(f"{x:.{digits}g}")
@@ -73,7 +73,7 @@ def record_table(columns: Cells, records: File, before: str = "", after: str = "
 
 
 def number_columns(**columns: str) -> Cells:
-    """Returns columns with the numbers of fields; arguments map a field to its column's header."""
+    """Returns columns of numbers; keyword arguments map a field to its column's header."""
     return {
         header: lambda record, field=field: number(record[field])  # type: ignore[misc]
         for field, header in columns.items()
@@ -98,7 +98,7 @@ def gpu_origin(record: Record) -> str:
 
 
 def by(records: Iterable[Record], *names: str) -> list[File]:
-    """Returns the records in groups that are equal in these fields."""
+    """Groups the records by the values of these fields."""
     found: dict[tuple[object, ...], File] = {}
     for record in records:
         found.setdefault(tuple(record[name] for name in names), []).append(record)

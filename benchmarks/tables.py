@@ -1,7 +1,7 @@
 """The tables of records: one function for each benchmark, and comparisons with other libraries.
 
-A function gets the records of some files, all of one benchmark and group, and makes `Table`s. They
-are what a run prints at its end and what README.md and docs/ show (`report.py`).
+A function gets the records of some files, all of one benchmark and group, and makes `Table`s. A run
+prints them at its end, and README.md and docs/ show them (`report.py`).
 """
 
 from __future__ import annotations
@@ -149,21 +149,21 @@ def _attention_row(
 
 
 def _joined(cells: Iterable[str]) -> str:
-    """Returns the cells of the passes as one, or "-" if all of them are that."""
+    """Joins the cells of the passes into one; returns "-" if all of them are "-"."""
     every = list(cells)
     return "-" if set(every) == {"-"} else " / ".join(every)
 
 
 def _is_plain(record: Record) -> bool:
-    """Returns whether a case is plain causal: other names have words behind the lengths."""
+    """Returns whether a case is plain causal; names of other cases have words after the lengths."""
     return "," not in record["case"]
 
 
 def _over_plain(records: File, impls: Sequence[str], passes: Sequence[str]) -> list[list[str]]:
-    """Returns for each case the speed over that of the plain causal one.
+    """Returns the speed of each case relative to the plain causal case.
 
-    Speed counts the executed tiles of a mask, which are about as many as a kernel works on, and
-    FLOPs where tiles were not counted.
+    Speed is the number of a mask's executed tiles, or of FLOPs where tiles were not counted, per
+    time. A kernel computes about as many tiles.
     """
 
     def speed(record: Record) -> float:
@@ -187,10 +187,10 @@ def _over_plain(records: File, impls: Sequence[str], passes: Sequence[str]) -> l
 def attention(files: Sequence[File]) -> list[Table]:
     """Returns one table for each file: the fraction of the matmul's speed, and speedups.
 
-    For the group "latency" it has microseconds of the GPU instead, and for "host" those of the
-    host. Beside the dense form of a relative bias it has the peak of what a call allocates. In the
-    groups of `VARIED` it has the speed over plain causal, and leaves out implementations that take
-    nothing else. The group "scan" has the table of `scan`.
+    For the group "latency" a table has GPU microseconds instead, and for "host" microseconds of the
+    host. With a relative bias, compared with its dense form, it adds the peak memory of a call. In
+    the groups of `VARIED` it has the speed relative to plain causal, and leaves out implementations
+    that support only plain causal. The group "scan" has the table of `scan`.
     """
     tables = []
     for records in files:
@@ -231,10 +231,11 @@ SLOW, SHOWN_SLOWEST = 0.95, 5
 
 
 def scan(records: File) -> Table:
-    """Returns the speed over the faster softmax attention at random shapes, by head dim and pass.
+    """Returns speedups over the faster softmax attention, at random shapes, by head dim and pass.
 
-    A row has the median and the least of the ratios, and how many are below `SLOW`. Below stand the
-    slowest shapes and, where there is no softmax attention, times over those of the bytes.
+    A row has the median and the minimum of the speedups, and the number below `SLOW`. The text
+    below the table has the slowest shapes and, for cases without softmax attention, the time
+    relative to that of moving the bytes.
     """
     ratios: dict[tuple[str, str], list[float]] = {}
     named, alone = [], []
@@ -271,11 +272,11 @@ DIRECTIONS = ("forward", "backward")
 
 
 def speed(ours: File, theirs: File) -> list[str]:
-    """Returns what README.md says about speed: one shape, forward and backward, against others.
+    """Returns README.md's lines about speed: one shape, forward and backward, against others.
 
     Args:
         ours: the records of `attention`.
-        theirs: those of the other libraries.
+        theirs: the records of the other libraries.
     """
     ours, theirs = (
         [r for r in records if (r["case"], r["head_dim"]) == ("8 x 4096", 128)]
@@ -305,8 +306,8 @@ def peers(ours: File, theirs: File, cases: Sequence[str] = ()) -> Table:
 
     Args:
         ours: the records of `attention`.
-        theirs: those of the other libraries.
-        cases: names of those that are shown; none means all.
+        theirs: the records of the other libraries.
+        cases: the names of the cases to show; empty for all.
     """
     found = {(r["impl"], r["case"], r["head_dim"], r["pass"]): r for r in theirs + ours}
     rows = []
@@ -355,7 +356,7 @@ def training_step(files: Sequence[File]) -> list[Table]:
 
 
 def layer(files: Sequence[File]) -> list[Table]:
-    """Returns for each file a table of the passes and, for one layer, of the kernels of two."""
+    """Returns for each file a table of passes and, for one layer, tables of the fused kernels."""
     tables = []
     for records in files:
         first = records[0]

@@ -1,8 +1,8 @@
-"""The timing loop of a benchmark, and the arguments of a run.
+"""The timing loop of a benchmark, and the options of a run.
 
 A benchmark times a list of `Variant`s in interleaved rounds (`take_turns`): in each round every
-variant runs once, on the next of several input sets, and another one goes first. The median over
-the rounds counts.
+variant runs once, on the next of several input sets, starting with a different variant. The median
+over the rounds is reported.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Variant:
         direction: the pass, such as "forward".
         make: makes the calls that are timed, one for each input set; it also checks the
             implementation's result.
-        clock: the time of a call, in the unit of the benchmark.
+        clock: returns the time of a call, in the unit of the benchmark.
         active: makes the context in which `make` and the calls run.
-        calls: what `make` made.
-        times: the times of each round.
-        error: why the variant dropped out; empty where nothing failed.
+        calls: the calls that `make` returned.
+        times: the time of each round.
+        error: the reason of a failure, after which the variant is left out; empty without one.
     """
 
     impl: str
@@ -88,7 +88,7 @@ class Variant:
     error: str = ""
 
     def attempt(self, action: Callable[..., T], *arguments: Any) -> T | None:
-        """Returns the action's result; None if it fails now, which is printed, or failed before."""
+        """Returns the action's result; None if it fails, which is printed, or after a failure."""
         if self.error:
             return None
         try:
@@ -100,13 +100,13 @@ class Variant:
             return None
 
     def prepare(self) -> None:
-        """Makes the calls and runs each of them, which may also tune and compile."""
+        """Makes the calls and runs each once as a warm-up, which may tune and compile."""
         self.calls = self.make()
         for number in range(max(WARM_UP, len(self.calls))):
             self.calls[number % len(self.calls)]()
 
     def time(self, number: int) -> None:
-        """Adds a round."""
+        """Times the round of this number."""
         self.times.append(self.clock(self.calls[number % len(self.calls)]))
 
     @property
@@ -132,10 +132,10 @@ def take_turns(
     """Times all variants, which have been prepared, in interleaved rounds.
 
     Args:
-        variants: those that failed are left out.
-        rounds: in each, every variant runs once.
-        before: called before each round.
-        first: number of the first round, which decides who begins and on which input set.
+        variants: the variants; failed ones are skipped.
+        rounds: the number of rounds; in each, every variant runs once.
+        before: is called before each round.
+        first: the number of the first round; selects the first variant and the input set.
     """
     for number in range(first, first + rounds):
         if before:
@@ -155,7 +155,7 @@ class Run:
         world: the ranks of a benchmark of several GPUs, `hstu_attn.distributed.World`.
         limits: TFLOP/s of an 8192^3 bf16 matrix product (`matmul_tflops`) and TB/s of a device
             copy (`copy_tbps`) in this run; empty without a GPU.
-        kept: what a benchmark keeps from one case to the next.
+        kept: values that a benchmark keeps from one case to the next.
     """
 
     options: argparse.Namespace

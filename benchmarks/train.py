@@ -9,17 +9,17 @@ weights, the loss of several tasks, backward, clipping and AdamW. Tables are div
 and the rest is replicated (ddp) or divided (fsdp2). Users and items are random. The cases:
 
     equal     sequences of one length, as many on each GPU
-    weak      lengths vary: of 2, 4, ... GPUs, each has as many sequences as one GPU alone
-    strong    the same, but all together have as many as one GPU alone
+    weak      weak scaling: lengths vary, and each GPU has as many sequences as one GPU alone
+    strong    strong scaling: lengths vary, and all GPUs together have as many as one GPU alone
 
-Lengths are log-normal, up to a largest one. "balanced" divides the sequences of a step by their
-FLOPs (hstu_attn.data.balance), "dealt" in turn, as many to each. Every number of GPUs has its turn,
-on the first ranks of the run; a step's time is that of the slowest rank, and the median of all
-steps counts. FLOPs are those of the layers' products and of attention, 4 * L^2 / 2 for each head
-and column; the backward counts twice the forward of the products and 2.5 times that of attention.
-"share" is that of a product of two 8192 x 8192 matrices in bf16, which takes part in every step,
-and "MFU" that of what the GPU's data sheet says. "scaling" is the tokens/s per GPU relative to
-those of one GPU alone in the same case, or, of strong scaling, the FLOPs.
+Lengths are log-normal, up to a maximum. "balanced" divides the sequences of a step by their FLOPs
+(hstu_attn.data.balance), "dealt" round-robin. 1, 2, 4, ... GPUs are measured in turn, on the first
+ranks of the run; a step's time is that of the slowest rank, and the median over all steps is
+reported. FLOPs are those of the layers' products and of attention, 4 * L^2 / 2 for each head and
+column; the backward counts twice the forward of the products and 2.5 times that of attention.
+"share" is the fraction of the FLOP/s of an 8192^3 bf16 matrix product, which runs in every step,
+and "MFU" the fraction of the data sheet's peak. "scaling" is the tokens/s per GPU (for strong
+scaling, the FLOP/s per GPU) relative to one GPU alone in the same case.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ Lengths = NDArray[np.int64]
 CASES = ("equal", "weak", "strong")
 ACTIONS = ("is_click", "is_like", "long_view")
 WARM_UP = 3
-BATCHES = 4  # batches that take turns
+BATCHES = 4  # different batches, used in turn
 SIGMA = 0.6  # standard deviation of the logarithm of a length
 SECONDS = 3600  # seconds between two events
 CLIP_NORM = 1.0
@@ -122,7 +122,7 @@ def model_config(options: argparse.Namespace) -> RankingConfig:
 def random_lengths(
     options: argparse.Namespace, case: str, count: int, generator: np.random.Generator
 ) -> Lengths:
-    """Returns the rows of each sequence of a step: contexts, two for each event, and candidates."""
+    """Returns the numbers of rows of a step's sequences: contexts, 2 per event, and candidates."""
     fixed: int = len(CONTEXTS) + options.targets
     rows = np.full(count, float(options.length))
     if case != "equal":
@@ -204,7 +204,7 @@ class Training:
 
 
 def divide(lengths: Lengths, cost: AttentionCost, ranks: int, balanced: bool) -> list[Lengths]:
-    """Returns which sequences each rank has."""
+    """Returns the indices of each rank's sequences."""
     if balanced:
         return balance(cost(lengths), ranks)
     return [np.arange(rank, len(lengths), ranks) for rank in range(ranks)]
@@ -217,7 +217,7 @@ def measure_on(run: Run, case: str, balanced: bool, mesh: DeviceMesh | None) -> 
     training = Training(options, mesh, device)
     layer = training.config.layer
     cost = AttentionCost.of_layer(layer)
-    # The first generator makes the lengths, alike on all ranks, and the second all else.
+    # `shared` makes the lengths, which are the same on all ranks, and `own` everything else.
     shared, own = np.random.default_rng(1), np.random.default_rng(2 + rank)
     count = options.batch * (1 if case == "strong" else num_ranks)
     batches, flops, tokens, unevenness = [], [], [], []
@@ -269,19 +269,19 @@ def measure_on(run: Run, case: str, balanced: bool, mesh: DeviceMesh | None) -> 
 
 
 def measure(run: Run, case: str) -> Iterator[Record]:
-    """Measures the case on 1, 2, 4, ... GPUs in turn; the first rank's records count."""
+    """Measures the case on 1, 2, 4, ... GPUs in turn; the first rank's records are used."""
     world: World = run.world
     meshes = run.kept.setdefault("meshes", {})
     for size in (2**n for n in range(world.num_ranks.bit_length())):
         if size not in meshes:
-            # All ranks make each mesh; those that are not in it wait for the next.
+            # All ranks create each mesh; ranks outside of it wait for the next one.
             every = list(range(size))
             meshes[size] = None if size == 1 else DeviceMesh(world.device.type, every)
         if case == "strong" and size == 1:
             continue  # it equals the case "weak"
         for balanced in (True, False) if case != "equal" and size > 1 else (True,):
             if world.rank < size:
-                gc.collect()  # frees the model of the case before
+                gc.collect()  # frees the model of the previous case
                 record = measure_on(run, case, balanced, meshes[size])
                 yield {**record, "scaling": scaling(run.kept, record)}
                 if run.gpu:

@@ -3,16 +3,16 @@
     python -m benchmarks.training_step --json training_step.json
     python -m benchmarks.training_step --impls hstu_attn triton --heads 4 --head-dim 64
 
-The step is that of examples/train_retrieval.py, by its model and with its defaults: forward,
-sampled softmax, backward, clipping and AdamW, on histories of one length with random items. Left
-out are the relative bias, which the other implementations lack, and what waits for the GPU. The
-implementations of HSTU attention take part, each held to the tolerance of the tests first. Rounds
-are interleaved, and a step's time is the median by events.
+The step is that of examples/train_retrieval.py, with its model and its defaults: forward, sampled
+softmax, backward, clipping and AdamW, on histories of one length with random items. It leaves out
+the relative bias, which the other implementations lack, and operations that wait for the GPU. Each
+implementation of HSTU attention is first checked against the tests' tolerance. Rounds are
+interleaved, and a step's time is the median over the rounds, by CUDA events.
 
-The times of attention are from a profile of a few more steps: those in which the GPU runs a kernel
-that was launched in the forward, or in the backward, of attention's autograd function. The kernels
-of one function may overlap, and that time counts once. "busy" is the time of all kernels; where it
-is less than the step, the GPU waits for the host.
+The times of attention are from a profile of a few more steps: the time in which the GPU runs
+kernels launched by the forward, or by the backward, of attention's autograd function. Kernels that
+overlap count once. "busy" is the time of all kernels; if it is less than the step's time, the GPU
+waits for the host.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def random_histories(options: argparse.Namespace, device: str) -> JaggedBatch:
 
 
 class Training:
-    """The example's model, which computes its layers in bf16, its optimizer and a batch."""
+    """The example's model with layers in bf16, its optimizer and a batch."""
 
     dtype = torch.bfloat16
 
@@ -110,7 +110,7 @@ class Training:
             linear_dropout_rate=DROPOUT,
             enable_relative_attention_bias=False,
         )
-        # In a fused layer no other implementation can take the place of attention.
+        # A fused layer's attention cannot be replaced by another implementation.
         config = replace(config, fused=False)
         self.model = RetrievalModel(
             ITEMS,
@@ -152,7 +152,7 @@ def describe(run: Run) -> Record:
 def layer_attention(implementation: Implementation) -> Callable[..., Tensor]:
     """Returns the replacement of `hstu_attn.ops.attention`, for causal masks without a bias."""
     if implementation.function is hstu_attention:
-        return ops.attention  # unchanged, as a stack prepares its call once
+        return ops.attention  # unchanged, because a stack prepares its call once
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bias: BiasTensors
@@ -225,7 +225,7 @@ def step_records(variant: Variant, events: Sequence[Event]) -> list[Record]:
 
 
 def ms_by_name(kernels: Sequence[Event]) -> dict[str, float | None]:
-    """Returns milliseconds of a step by the kernels' names without arguments, longest first."""
+    """Returns milliseconds per step by kernel name (without arguments), longest first."""
     sums: dict[str, float] = {}
     for kernel in kernels:
         name = short_name(kernel["name"])

@@ -1,5 +1,5 @@
-"""Hooks of the whole suite. Fixtures, and what needs torch, are in `tests.helpers.devices`, which
-the process that only hands tests out to workers does without.
+"""Hooks of the whole suite. Fixtures, and code that needs torch, are in `tests.helpers.devices`,
+which xdist's controller process does not load.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Nothing that is collected becomes garbage, so a search for garbage costs time alone."""
+    """Disables garbage collection while tests are collected, since no garbage is created."""
     gc.disable()
     try:
         return (yield)
@@ -57,7 +57,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with many slow tests come first, so that the workers of xdist end together."""
+    """Runs files with many slow tests first, so that xdist workers end at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
 

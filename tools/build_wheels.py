@@ -2,8 +2,9 @@
 
 Each PYTHON is a command, such as python3.12, and needs its headers but no package. The interpreter
 that runs this script gets a wheel too. `_C.abi3.so` serves every CPython: it is compiled once, in
-the folder of an ordinary build. `_host` is compiled for each. auditwheel checks what the libraries
-ask of the system, and tags the wheels. HSTU_ATTN_CUDA=1 puts the CUDA kernels in, without a GPU.
+the folder of an ordinary build. `_host` is compiled for each. auditwheel checks the libraries that
+the wheels need from the system, and tags the wheels. HSTU_ATTN_CUDA=1 adds the CUDA kernels; this
+needs no GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ print(json.dumps([
     tag, tag + sys.abiflags, sysconfig.get_path("include"), sysconfig.get_config_var("EXT_SUFFIX")
 ]))
 """
-# _host needs neither torch nor another module of the package to be loaded.
+# Loading _host needs neither torch nor another module of the package.
 LOAD_HOST = """\
 import sys
 from importlib import machinery, util
@@ -58,7 +59,7 @@ class Interpreter(NamedTuple):
 
     command: str
     tag: str  # cp312
-    abi: str  # the same, with the ABI's flags if it has any
+    abi: str  # cp312, or cp313t for example if the ABI has flags
     include: Path
     suffix: str  # .cpython-312-x86_64-linux-gnu.so
 
@@ -69,7 +70,7 @@ def run(*command: str | Path) -> str:
 
 
 def interpreter(command: str) -> Interpreter | None:
-    """Returns what an interpreter's wheel depends on; None, with a line, if it cannot be run."""
+    """Returns the properties of an interpreter; prints a line and returns None if it cannot run."""
     try:
         answer = subprocess.run([command, "-c", DESCRIBE], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -83,7 +84,7 @@ def interpreter(command: str) -> Interpreter | None:
 
 
 def old_system_flags() -> str:
-    """Returns linker flags for systems with older C and C++ libraries (tools/manylinux.S)."""
+    """Returns linker flags that support older C and C++ libraries (tools/manylinux.S)."""
     if platform.machine() != "x86_64":
         return ""
     object_file = setup.ROOT / "build/manylinux.o"
@@ -91,7 +92,7 @@ def old_system_flags() -> str:
     run(*os.environ.get("CXX", "g++").split(), "-c", OLD_SYMBOLS, "-o", object_file)
     names = re.findall(r"^(?:older|instead) (\w+)", OLD_SYMBOLS.read_text(), re.MULTILINE)
     wraps = " ".join(f"-Wl,--wrap={name}" for name in names)
-    # Before glibc 2.34, some of the functions were in these libraries.
+    # Before glibc 2.34, some of the C library's functions were in these libraries.
     libraries = "-Wl,--push-state,--no-as-needed -l:libpthread.so.0 -l:libdl.so.2 -l:librt.so.1"
     return f"'{object_file}' {wraps} {libraries} -Wl,--pop-state"
 
@@ -119,7 +120,7 @@ def host_module(python: Interpreter) -> Path:
 
 
 def retarget(wheel: Path, python: Interpreter, folder: Path) -> Path:
-    """Makes the same wheel for another interpreter."""
+    """Makes a wheel for another interpreter, from the wheel of this one."""
     folder.mkdir()
     run(sys.executable, "-m", "wheel", "unpack", wheel, "--dest", folder)
     (tree,) = folder.iterdir()
@@ -136,7 +137,7 @@ def retarget(wheel: Path, python: Interpreter, folder: Path) -> Path:
 def tag_for_platform(wheel: Path, out: Path) -> Path:
     """Lets auditwheel check the libraries and add the tag of the oldest supported system."""
     with tempfile.TemporaryDirectory(dir=out) as folder:
-        # NOTE: the user's torch brings libtorch; nothing else may be missing, or be copied in.
+        # NOTE: libtorch comes from the user's torch. Nothing else may be missing, or be vendored.
         options = ["--plat", "auto", "--only-plat", "--exclude", "libtorch.so", "-w", folder]
         run(sys.executable, "-m", "auditwheel", "repair", *options, wheel)
         (tagged,) = Path(folder).glob("*.whl")

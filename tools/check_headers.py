@@ -2,10 +2,10 @@
 
     python -m tools.check_headers [VERSION ...]
 
-A build sees the headers of one torch only, but the package claims a range of releases. This check
-finds a macro or a function that some of their headers lack. By default it tries both ends of the
-range. The headers come from the wheels on PyPI and stay in build/headers. CUDA's own headers are
-those that the build finds.
+A build sees the headers of one torch only, but the package supports a range of releases. This check
+finds macros and functions that the headers of some releases lack. By default it tries the oldest
+and the newest release. The headers come from the wheels on PyPI and are cached in build/headers.
+CUDA's own headers are those that the build finds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def headers(version: str) -> Path:
     CACHE.mkdir(parents=True, exist_ok=True)
     print(f"torch {version}: downloading a wheel for its headers (80 MB)", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    # NOTE: a constraint on what is installed on this machine does not concern the headers.
+    # NOTE: constraints on this machine's packages do not apply to the downloaded headers.
     environment = {**os.environ, "PIP_CONSTRAINT": os.devnull}
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         for choice in WHEELS:
@@ -59,7 +59,7 @@ def headers(version: str) -> Path:
 
 
 class SyntaxCheck(setup.NinjaFile):
-    """The C++ part of the build, with its flags, where the compiler only checks."""
+    """The C++ part of the build, with its flags, but with the compiler only checking syntax."""
 
     def __init__(self) -> None:
         super().__init__()

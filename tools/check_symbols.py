@@ -1,8 +1,8 @@
-"""Checks what a built operator library asks of other libraries: `check_symbols.py LIBRARY`.
+"""Checks the undefined symbols of a built operator library: `check_symbols.py LIBRARY`.
 
 One file has to load into every torch >= 2.10, with and without CUDA, and under any CPython. So it
-may need torch's stable C interface and the C and C++ run-time libraries, and nothing else; and what
-it needs must exist. What only a CUDA build of torch has may be referred to weakly.
+may only use torch's stable C interface and the C and C++ run-time libraries, and every symbol that
+it uses must exist. Symbols that only a CUDA build of torch has must be weak references.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 STABLE_SYMBOL = re.compile(r"(aoti_torch|torch)_\w+")
 # The C and C++ run-time libraries version their symbols.
 RUNTIME_SYMBOL = re.compile(r".+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
-# Weak by the compiler's doing: hooks of tools that are seldom there.
+# Weak references that the compiler adds: hooks for optional tools.
 COMPILER_SYMBOL = re.compile(r"_ITM_\w+|__gmon_start__")
 WEAK_SYMBOLS = {
     "aoti_torch_get_current_cuda_stream",

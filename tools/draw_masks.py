@@ -1,8 +1,8 @@
 """Draws the masks of docs/masks.md into docs/img: `python -m tools.draw_masks [FOLDER]`.
 
 Each picture is one sequence of 16 positions: a row of cells is a query, a column a key, and a
-filled cell is a key that the query sees, colored by what the key is. What is visible comes from
-`hstu_attn.mask`, which defines it.
+filled cell is a key that the query sees, colored by the kind of its token. Visibility is computed
+by `hstu_attn.mask`, which defines the masks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def pictures() -> dict[str, Picture]:
 
 
 def kinds(picture: Picture) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Returns what each position of the sequence is."""
+    """Returns the kind of token at each position of the sequence."""
     kind = np.full(POSITIONS, HISTORY)
     kind[: picture.contexts] = CONTEXT
     kind[POSITIONS - picture.targets :] = TARGET
@@ -137,7 +137,7 @@ def draw(picture: Picture, path: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Draws all of them."""
+    """Draws all pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures().items():
         draw(picture, folder / f"mask-{name}.png")

@@ -1,10 +1,10 @@
-"""Prints what ptxas says of each compiled kernel: `kernel_table.py [--check] BUILD_FOLDER`.
+"""Prints the ptxas statistics of each compiled kernel: `kernel_table.py [--check] BUILD_FOLDER`.
 
 The build leaves the output of `nvcc -Xptxas=-v` next to each object, as *.cu.o.log. The table has a
-line for each kernel and GPU: registers a thread, static shared memory (what a launch adds at run
-time is not in it), stack, and bytes spilled. --check instead fails if an attention kernel spills
-that is not one of MAY_SPILL, or if ptxas serializes wgmma, because the accumulators of those in
-flight do not fit into the registers.
+line for each kernel and GPU: registers per thread, static shared memory (without dynamic shared
+memory), stack, and bytes spilled. --check instead fails if an attention kernel spills that is not
+in MAY_SPILL, or if ptxas serializes wgmma, because the accumulators of the wgmmas in flight do not
+fit into the registers.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ NAME_COLUMNS = 72
 # Parts of the names of attention kernels that may spill, by the folder of their sources.
 MAY_SPILL = {
     "sm80": (
-        # The backward with a relative bias keeps sums for the gradient of the time table from one
-        # step to the next, and spills up to 36 bytes.
+        # The backward with a relative bias keeps sums for the time table's gradient in registers
+        # across steps, and spills up to 36 bytes.
         "BackwardILi64EN7cutlass10bfloat16_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
         "BackwardILi64EN7cutlass6half_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
         "BackwardILi256EN7cutlass10bfloat16_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
         "BackwardILi256EN7cutlass6half_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
     ),
     "sm90": (
-        # Consumers compute the bias beside their accumulators (forward), or a further warpgroup
-        # takes registers (backward).
+        # Consumers compute the bias in addition to their accumulators (forward), or an additional
+        # warpgroup takes registers (backward).
         "RelativeScoreBias",
-        # In the backward, that warpgroup has 56 registers where it only sums dS, so that the
+        # In the backward, the additional warpgroup has 56 registers if it only sums dS, and the
         # consumers have 216.
         "17PositionScoreBiasELb",
-        # A converter takes registers, so that others spill some for each work tile.
+        # A converter warpgroup takes registers, so that the others spill some per work tile.
         "ForwardILi128EN7cutlass10bfloat16_tENS0_18QuantizedPagedKeys",
         "ForwardILi128EN7cutlass6half_tENS0_18QuantizedPagedKeys",
         "ForwardILi256EN7cutlass10bfloat16_tENS0_18QuantizedPagedKeys",
         "ForwardILi256EN7cutlass6half_tENS0_18QuantizedPagedKeys",
-        # Consumers keep the address of a tile of the bias beside their accumulators.
+        # Consumers keep the address of a bias tile in addition to their accumulators.
         "AddedDenseBias",
         # Three consumers leave 56 registers to producers that look up pages.
         "ForwardILi128EN7cutlass12float_e4m3_tENS0_13E4m3PagedKeys",
@@ -61,7 +61,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 class Kernel(NamedTuple):
-    """One kernel as compiled for one GPU."""
+    """One kernel, compiled for one GPU architecture."""
 
     source: str  # such as sm80/forward_d64.bf16.cu
     symbol: str
@@ -87,7 +87,7 @@ def read_log(source: str, text: str) -> Iterator[Kernel]:
     serialized = _SERIALIZED.findall(text)
     for part in re.split(r"(?=Compiling entry function)", text)[1:]:
         kernel, used, shared = (r.search(part) for r in (_KERNEL, _USED, _SHARED))
-        functions = list(_FUNCTION.finditer(part))  # the kernel, and what it calls out of line
+        functions = list(_FUNCTION.finditer(part))  # the kernel, and functions that it calls
         if not (kernel and used and functions):
             raise ValueError(f"{source}: expected the output of ptxas -v, got {part[:200]!r}")
         yield Kernel(
@@ -104,14 +104,14 @@ def read_log(source: str, text: str) -> Iterator[Kernel]:
 
 def read_logs(folder: Path) -> list[Kernel]:
     """Returns the kernels of a build, by source, name and GPU."""
-    # NOTE: listing the folder would also find logs of sources that are gone.
+    # NOTE: listing the folder would also find logs of deleted sources.
     sources = re.findall(r"^build (\S+)\.o: nvcc", (folder / "build.ninja").read_text(), re.M)
     logs = {source: (folder / f"{source}.o.log").read_text() for source in sources}
     return sorted(kernel for source in sources for kernel in read_log(source, logs[source]))
 
 
 def demangle(symbols: list[str]) -> list[str]:
-    """Returns C++ names without their parameters; they stay as they are without binutils."""
+    """Returns C++ names without their parameters; without binutils, returns the symbols as is."""
     if not (symbols and shutil.which("c++filt")):
         return symbols
     command = ["c++filt", "--no-params", *symbols]

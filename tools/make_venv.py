@@ -1,9 +1,9 @@
-"""Makes the environment that the Makefile works in: `python3 tools/make_venv.py FOLDER`.
+"""Makes the virtual environment of the Makefile: `python3 tools/make_venv.py FOLDER`.
 
-Where this python3 has a CUDA build of torch and sees a GPU, the environment uses that torch and
-pins nothing else; otherwise it gets the versions of constraints.txt. FOLDER/constraints.txt
-records which. Where no NVIDIA GPU is visible, torch is its CPU build, if torch's own index can be
-reached or pip is configured to find that build elsewhere.
+If this python3 has a CUDA build of torch and sees a GPU, the environment uses that torch and pins
+nothing else; otherwise it gets the versions of constraints.txt. FOLDER/constraints.txt records the
+choice. If no NVIDIA GPU is visible, torch's CPU build is installed, provided that torch's own index
+can be reached or pip is configured to find that build elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROBE_SECONDS = 5
 
 
 def check_prerequisites() -> None:
-    """Exits with one line that says what a fresh machine lacks, if anything."""
+    """Exits with a one-line message if the machine lacks a prerequisite."""
     if sys.version_info < (3, 10):  # noqa: UP036
         version = "{}.{}".format(*sys.version_info)
         sys.exit(f"python3: expected 3.10 or later; got {version} (make PYTHON=python3.12 ...)")
@@ -64,9 +64,9 @@ def gpu_visible() -> bool:
 
 
 def torch_index_options() -> list[str]:
-    """Returns pip's options to install torch's CPU build where that suffices.
+    """Returns pip's options to install torch's CPU build if no GPU is visible.
 
-    pip prefers it then to a CUDA build of the same version: 2.13.0+cpu is later than 2.13.0.
+    With them, pip prefers the CPU build to a CUDA build: 2.13.0+cpu is later than 2.13.0.
     """
     if gpu_visible():
         print(f"torch: an NVIDIA GPU is visible, so pip takes {CUDA_BUILD}", flush=True)
@@ -91,7 +91,7 @@ def main(folder: Path) -> None:
     if found := cuda_torch():
         site_packages, version = found
         print(f"using torch {version} of {site_packages}")
-        # NOTE: --system-site-packages would not do: from within another venv it skips that venv.
+        # NOTE: --system-site-packages does not work from within another venv, which it skips.
         where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         purelib = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
         Path(purelib, "torch-of-this-machine.pth").write_text(f"{site_packages}\n")
@@ -102,7 +102,7 @@ def main(folder: Path) -> None:
         options = ["--disable-pip-version-check", "-c", str(folder / "constraints.txt")]
         subprocess.run([str(python), "-m", "pip", "install", *options, *packages], check=True)
 
-    # setup.py names the rest, once it can run: torch, and CUDA packages where a GPU is visible.
+    # setup.py lists the other packages: torch, and CUDA packages if a GPU is visible.
     build = ("setuptools>=77", "wheel", "ninja>=1.11", "pybind11>=2.13")  # as in pyproject.toml
     install("--quiet", *build)
     ask = (
@@ -114,7 +114,7 @@ def main(folder: Path) -> None:
     if names := re.findall(r"^needs (.+)$", answer, re.MULTILINE):
         print("installing", *names, flush=True)
         needs_torch = any(name.startswith("torch") for name in names)
-        install(*(torch_index_options() if needs_torch else []), *names)  # large, so not --quiet
+        install(*(torch_index_options() if needs_torch else []), *names)  # large: shows progress
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m tools.sanitize_cuda memcheck racecheck -- -k causal
 
-Each tool's tests are dealt out to several processes. A line says how each process ended, with the
-end of its log where something was wrong; the last lines are the sums of each tool. The exit status
-is 0 if every process ended with tests that passed, none that failed, and no error of the tool.
+Each tool's tests are divided among several processes. A line reports the result of each process,
+with the end of its log if it failed; the last lines are the totals of each tool. The exit status is
+0 if in every process some tests passed, none failed, and the tool found no error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-# Roughly how long a test takes, in units of that of synccheck.
+# Approximate time of a test, relative to synccheck.
 COSTS = {"memcheck": 2, "racecheck": 4, "initcheck": 3, "synccheck": 1}
-# The kernels of torch need no check. initcheck has to see them, since they write what ours read.
+# Only our kernels are checked, except by initcheck, since torch's kernels write what ours read.
 OUR_KERNELS = ("--kernel-name", "kernel_substring=hstu")
-ERRORS_FOUND = 86  # the exit status of compute-sanitizer where it found errors; pytest has others
+ERRORS_FOUND = 86  # the exit status of compute-sanitizer if it found errors; unused by pytest
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: |RACECHECK SUMMARY: .*\()(\d+) errors?\b(?! were not)")
-SHOWN_LINES = 60  # lines of the log of a process where something was wrong
+SHOWN_LINES = 60  # lines shown of the log of a failed process
 MARKED = ("-m", "sanitize and gpu")
 
 
@@ -59,7 +59,7 @@ def collect(pytest_arguments: list[str]) -> list[str]:
 
 
 def deal(tools: list[str], tests: list[str], racecheck_tree: Path, workers: int) -> list[Job]:
-    """Splits the tests of each tool, so that about `workers` processes take about as long."""
+    """Splits the tests of each tool into about `workers` jobs of similar duration in total."""
     groups = [Job(t, racecheck_tree if t == "racecheck" else Path(), tests) for t in tools]
     parts = [1] * len(groups)
     for _ in range(workers - len(groups)):
@@ -82,8 +82,8 @@ def run(job: Job, name: str, sanitizer: str, logs: Path) -> Result:
         *(sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"),
         *(f"--junitxml={report}", f"@{listing}"),
     ]
-    # Without the caching allocator each tensor is an allocation of its own, so that a step outside
-    # is seen.
+    # Without the caching allocator each tensor has its own allocation, so that out-of-bounds
+    # accesses are detected.
     variables = {"SANITIZER_TOOL": job.tool, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.monotonic()
     with log.open("w") as file:

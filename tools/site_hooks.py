@@ -1,9 +1,8 @@
-"""Hooks of the documentation site (mkdocs.yml): links out of docs/ lead to pages of the site.
+"""Hooks of the documentation site (mkdocs.yml), which turn links out of docs/ into links to pages.
 
-In a checkout, docs/ links to sources by relative paths. No public address of the repository is
-known, so the site holds what its pages link to: a source file becomes a page that shows it, a
-folder a page that lists it, a picture is copied, and CHANGELOG.md and CONTRIBUTING.md are pages as
-they stand.
+In a checkout, docs/ links to sources by relative paths. The repository has no known public address,
+so the site includes the targets of these links: a page that shows the source file or lists the
+folder, a copy of the picture, and CHANGELOG.md and CONTRIBUTING.md as pages.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LANGUAGES = {".h": "cpp", ".cu": "cpp", ".cpp": "cpp", ".py": "python", ".json":
 
 
 def _origin(page: str) -> Path:
-    """Returns the file in the repository that a page of the site is made of."""
+    """Returns the repository file from which a page of the site is made."""
     return ROOT / page if page in PAGES else DOCS / page
 
 
@@ -53,7 +52,7 @@ def _targets(text: str, origin: Path) -> set[Path]:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds what the pages link to, and takes the pages outside of docs/ in."""
+    """Adds the link targets of the pages, and the pages that are outside of docs/."""
     for name in PAGES:
         if (ROOT / name).exists():
             files.append(File.generated(config, name, content=(ROOT / name).read_text()))
@@ -72,7 +71,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Leads the links of a page to the pages that `on_files` has added."""
+    """Rewrites the links of a page to the pages that `on_files` has added."""
     if page.file.src_uri.startswith("source/"):
         return markdown
     origin = _origin(page.file.src_uri)
@@ -81,7 +80,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def lead(match: re.Match[str]) -> str:
         path = Path(os.path.normpath(origin.parent / match[2]))
         if not path.exists():
-            return match[0]  # mkdocs says that it is missing
+            return match[0]  # mkdocs reports that it is missing
         name = _page_of(path) or path.relative_to(DOCS).as_posix()
         return match[1] + os.path.relpath(name, here or ".")
 

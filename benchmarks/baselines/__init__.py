@@ -1,1 +1,1 @@
-"""Baselines that the kernels are compared with: HSTU attention in Triton and in plain torch."""
+"""Baselines for the kernels: HSTU attention in Triton and in plain torch."""

@@ -1,4 +1,4 @@
-"""HSTU attention with a relative bias whose dense form is made first, by torch's functions.
+"""HSTU attention with a relative bias that torch functions first expand to a dense one.
 
 Without a kernel that computes the bias, a model makes `(batch, heads, N, N)` weights from its two
 tables in each call, and autograd sums their gradient by position and by bucket.
@@ -23,7 +23,7 @@ def dense_form(bias: RelativeBias, cu_seqlens: Tensor, longest: int, dtype: torc
     """Returns the dense form of a relative bias with default thresholds and row times.
 
     Args:
-        bias: the tables, and times of keys that are also those of the rows.
+        bias: the tables, and the times of keys, which are also the times of rows.
         cu_seqlens: `(batch + 1,)`, of rows and of keys.
         longest: the longest sequence, in tokens.
         dtype: the dtype of the result.
@@ -33,8 +33,8 @@ def dense_form(bias: RelativeBias, cu_seqlens: Tensor, longest: int, dtype: torc
     """
     place = torch.arange(longest, device=cu_seqlens.device)
     total: Tensor | float = 0.0
-    # NOTE: the gradient of F.embedding sorts the indices. That of indexing with a tensor adds one
-    # score after another to an entry, which takes seconds at 16 x 2048.
+    # NOTE: F.embedding's backward sorts the indices. The backward of indexing with a tensor adds
+    # scores one by one to an entry, which takes seconds at 16 x 2048.
     if bias.pos_weight is not None:
         reach = bias.pos_weight.shape[1] // 2
         index = (place - place[:, None]).clamp(-reach, reach) + reach
@@ -55,7 +55,7 @@ def dense_form(bias: RelativeBias, cu_seqlens: Tensor, longest: int, dtype: torc
 
 
 def hstu_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Computes `hstu_attn.hstu_attention` of a relative bias by the dense form of the bias."""
+    """Computes `hstu_attn.hstu_attention` with a relative bias in its dense form."""
     bias, longest = options["bias"], options["max_seqlen_q"]
     rab = dense_form(bias, options["cu_seqlens_q"], longest, q.dtype)
     return attention_with_bias(q, k, v, **options | {"bias": DenseBias(rab)})

@@ -1,8 +1,8 @@
-"""Jagged causal HSTU attention in plain torch: what the kernels of this library are compared with.
+"""Jagged causal HSTU attention in plain torch: baselines of this library's kernels.
 
-Each function here prepares, for one batch, a function from packed q, k and v to the output. What
-does not depend on q, k and v (masks, indices) is made once, beforehand, and its time and memory
-are not counted. All of them compute
+Each function here prepares, for one batch, a function from packed q, k and v to the output. Tensors
+that do not depend on q, k and v (masks, indices) are made once, beforehand, and their time and
+memory are not counted. All of these functions compute
 
     out = (causal * silu(alpha * Q K^T) / N) V            N: the length of the longest sequence
 """
@@ -37,10 +37,9 @@ def gradients(attention: Attention, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def padded_bytes(case: Case) -> int:
-    """Returns the bytes of the padded batch's score matrices, as many as a backward holds at once.
+    """Returns the bytes of all score-sized tensors that the padded backward holds at once.
 
-    Saved are the scores, what silu gives and the masked weights; at the highest point two gradients
-    are compared with them.
+    These are the saved scores, their silu and the masked weights and, at the peak, two gradients.
     """
     scores = case.batch * case.heads * max(case.lengths) ** 2
     return 5 * scores * case.dtype.itemsize
@@ -69,8 +68,8 @@ def _causal_weights(case: Case) -> Tensor:
 def _per_sequence(case: Case) -> Attention:
     """Computes two torch matmuls for each sequence.
 
-    Views come from `split`, whose backward writes each gradient once; `alpha` is a factor within
-    the first product; without gradients the scores are worked on in place.
+    Views come from `split`, whose backward writes each gradient once; `alpha` is part of the first
+    product; without gradients, operations on the scores are in place.
     """
     lengths = case.lengths
     weights = _causal_weights(case)
@@ -117,7 +116,7 @@ def _padded(case: Case) -> Attention:
 def _compiled(case: Case) -> Attention:
     """Returns the padded function under `torch.compile`, compiled for this batch.
 
-    It is compiled at its first calls, without and with gradients.
+    It is compiled at the first call without and at the first call with gradients.
     """
     torch._dynamo.reset()  # torch compiles a function only a limited number of times
     compiled: Attention = torch.compile(_padded(case), dynamic=False)

@@ -1,7 +1,7 @@
 """HSTU attention in Triton: the baseline that the CUDA kernels are measured against.
 
 Jagged causal attention with contextual tokens and targets (in groups of one), in bf16, fp16 or
-fp32. The kernels are in triton_kernels.py; here is how they are tuned and called.
+fp32. The kernels are in triton_kernels.py; this module tunes and calls them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def config(rows: int, keys: int, warps: int, stages: int, tma: bool) -> triton.C
     return triton.Config(tiles, num_warps=warps, num_stages=stages)
 
 
-# Configurations by head dim, for 16-bit inputs on Hopper: of a few dozen that were compiled, those
-# that fit into its shared memory and spill the fewest registers.
+# Candidate configurations by head dim, for 16-bit inputs on Hopper. They were chosen from a few
+# dozen because they fit into shared memory and spill the fewest registers.
 FORWARD_CONFIGS = {
     32: [
         config(128, 64, 4, 3, False),
@@ -85,7 +85,7 @@ BACKWARD_CONFIGS = {
         config(64, 64, 8, 1, False),
     ],
 }
-FP32_CONFIG = config(32, 32, 4, 1, False)  # not tuned; fp32 is for comparisons of results
+FP32_CONFIG = config(32, 32, 4, 1, False)  # not tuned; fp32 is only for checking results
 HEAD_DIMS = tuple(FORWARD_CONFIGS)
 
 
@@ -94,7 +94,7 @@ def _tuned(
 ) -> Any:
     """Returns the kernel, tuned once for each head dim, dtype, bucket of lengths and kind of mask.
 
-    The interpreter has nothing to tune: there, the one configuration is that of fp32.
+    In the interpreter it is not tuned, and always uses `FP32_CONFIG`.
     """
 
     def choose(_: Any, arguments: dict[str, Any], **constants: Any) -> list[triton.Config]:
@@ -116,7 +116,7 @@ backward_kernel = _tuned(triton_kernels.backward, BACKWARD_CONFIGS, ["dq"])
 
 
 def _length_bucket(max_seqlen: int) -> int:
-    """Returns the longest sequence for which the same configuration is taken."""
+    """Returns the upper limit of the lengths that share one tuned configuration."""
     return next((bucket for bucket in (512, 1024, 4096) if max_seqlen <= bucket), 16384)
 
 
@@ -178,11 +178,11 @@ def hstu_attention_forward(
     num_targets: Tensor | None = None,
     alpha: float = 1.0,
 ) -> Tensor:
-    """Computes the output alone, without recording gradients.
+    """Computes the output without autograd.
 
     Args:
         q, k, v: `(total, heads, D)`, bf16, fp16 or fp32, with `D` 32, 64, 128 or 256; rows may be
-            apart, in steps of 16 bytes.
+            strided, by multiples of 16 bytes.
         cu_seqlens: int32 or int64 `(batch + 1,)`: offsets of the sequences.
         max_seqlen: at least the longest sequence.
         scaling_seqlen: the output is divided by this.

@@ -7,12 +7,12 @@ each sequence and head:
     M[i, j] = (j == i) or (j < h and (j < i or i < c))
 
 The forward has one program for each tile of rows, the backward one for each tile of keys, which
-keeps its part of dK and dV in registers and adds to an fp32 dQ in memory. Both visit the tiles that
-someone sees, first those that everyone sees, which pass without mask arithmetic, then the others.
+keeps its part of dK and dV in registers and adds to an fp32 dQ in memory. Both skip empty tiles of
+the mask. They visit full tiles first, which need no mask arithmetic, and then partial tiles.
 Programs with the most tiles start first.
 
-Tiles come through tensor descriptors (TMA) or through pointers (cp.async), whichever the tuner
-finds faster; both give zeros past the end of a sequence, so rows and keys there contribute nothing.
+Tiles are loaded through tensor descriptors (TMA) or pointers (cp.async), whichever the tuner finds
+faster; both give zeros past the end of a sequence, so rows and keys there contribute nothing.
 """
 
 # Types in a kernel are Triton's.
@@ -48,7 +48,7 @@ def _visible(row, key, contexts, history):
 
 @triton.jit
 def _sequence(offsets, num_contexts, num_targets, batch):
-    """Loads first packed row, length, number of contextual tokens and tokens before the targets."""
+    """Loads first packed row, length, number of contextual tokens and of those before targets."""
     begin = tl.load(offsets + batch)
     length = (tl.load(offsets + batch + 1) - begin).to(tl.int32)
     contexts = 0
@@ -311,7 +311,7 @@ def backward(
     else:
         all_see = length
         some_see = length
-        if first_key >= history:  # only targets, which other rows do not see
+        if first_key >= history:  # only targets, each visible only to its own row
             some_see = tl.minimum(end_key, length)
     for first_row in tl.range(all_see, length, ROWS):
         dk_sum, dv_sum = _backward_step(

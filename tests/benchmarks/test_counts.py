@@ -1,4 +1,4 @@
-"""Tests of the figures of benchmarks: FLOPs, bytes, pairs, tiles, kernels and ratios."""
+"""Tests of the benchmarks' figures: FLOPs, bytes, pairs, tiles, kernels and ratios."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_flops_and_bytes_of_requests(new, candidates):
 
 
 def test_flops_of_layers_are_those_of_a_count():
-    """Products are compared with torch's own count, and attention has half of all pairs."""
+    """FLOPs of products equal torch's count, and those of attention count half of all pairs."""
     config = HSTULayerConfig(
         embedding_dim=24, num_heads=2, hidden_dim=16, attention_dim=8, concat_u=True, fused=False
     )
@@ -108,7 +108,7 @@ def test_a_wrong_result_of_the_cpu_benchmark_is_an_error():
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 def test_peak_memory_of_a_known_call():
-    """The call has its own process: the system may take back what this one does not use."""
+    """The call has its own process, because the system may reclaim unused memory of this one."""
     program = "import torch; from benchmarks.memory import peak_growth; "
     program += "print(peak_growth(lambda: torch.ones(2**25).sum()))"
     ended = subprocess.run(
@@ -123,7 +123,7 @@ def test_peak_memory_of_a_known_call():
 
 
 class EventOfSlowHost:
-    """An event of a GPU whose host takes 1.5 million cycles to queue a call of 2 ms."""
+    """A fake CUDA event; the host takes 1.5 million cycles to queue a call of 2 ms."""
 
     spins: list[int]
 
@@ -157,7 +157,7 @@ def test_the_gpu_spins_until_a_slow_host_has_queued_the_call(monkeypatch):
 
 
 def test_variants_take_turns():
-    """In each round another variant goes first, and each goes through its input sets."""
+    """Each round starts with a different variant; each variant cycles through its input sets."""
     called = []
 
     def variant(name):
@@ -176,7 +176,7 @@ def test_variants_take_turns():
 
 
 def test_ratios_of_two_libraries():
-    """The ratios are those of neighboring visits, so that a slow drift of both cancels out."""
+    """Ratios are of adjacent visits, so that a slow drift of both libraries cancels out."""
     fast, slow = ("hstu_attn", "forward"), ("hstu_attn", "backward")
     visits = [
         ({fast: 1.0 * drift, slow: 3.0}, {fast: 2.0 * drift, slow: 2.0}) for drift in (1, 3, 10)
@@ -203,7 +203,7 @@ def test_a_library_against_itself(tmp_path, capfd):
     assert "in the geometric mean of   1" in capfd.readouterr().out
     forward, backward = json.loads(path.read_text())
     assert (forward["pass"], backward["pass"]) == ("forward", "backward")
-    # NOTE: the ratio is near 1 on a quiet machine, which a test cannot ask for.
+    # NOTE: the ratio is near 1 on a quiet machine, but a test cannot rely on that.
     assert forward["lowest_ratio"] <= forward["ratio"] <= forward["highest_ratio"]
     with pytest.raises(ValueError, match="--against: expected a built library in"):
         cpu.main(["--quick", "--against", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""Tests of the load tests: what is sent when, and runs against the example's server."""
+"""Tests of the load generators: the times of requests, and runs against the example's server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_longest_fsync_of_redis(tmp_path: Path) -> None:
         longest = serving.fsyncs_of_redis(server.url)
         begin = time.monotonic()
         server.client.set("key", bytes(64 * 2**20))  # long enough to be recorded
-        server.client.ping()  # which is answered after the fsync
+        server.client.ping()  # is answered after the fsync
         assert 0 < longest() <= 1e3 * (time.monotonic() - begin)
         assert longest() == 0
 
@@ -123,7 +123,7 @@ def test_submitting_does_not_wait_for_answers() -> None:
 
 @pytest.mark.slow
 def test_what_is_due_while_as_many_as_may_be_are_under_way_is_not_sent() -> None:
-    under_way = [0, 0]  # now, and the most
+    under_way = [0, 0]  # requests in flight: now, and the maximum
 
     async def send() -> bool:
         under_way[0] += 1
@@ -198,7 +198,7 @@ def test_a_run_goes_on_after_what_happens_in_its_middle(is_async: bool) -> None:
     [
         ([(1.0, 1.5)], 0.5),
         ([(1.0, 1.5), (3.0, 3.1)], 0.5),  # Nothing waits from 1.5 to 3.
-        ([(0.0, 0.2), (0.0, 0.5), (0.0, 0.6)], 0.3),  # They wait for one another.
+        ([(0.0, 0.2), (0.0, 0.5), (0.0, 0.6)], 0.3),  # One is answered after the other.
         ([(0.0, 1.0), (0.1, 0.3), (0.6, 0.7)], 0.4),  # The first one is answered last.
         ([(0.0, 0.1), (0.2, 0.3), (0.2, 2.0)], 1.7),
     ],
@@ -220,7 +220,7 @@ def test_users_are_drawn_by_a_zipf_distribution() -> None:
 
 
 def test_each_event_is_new_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though requests of a user are stored in another order than they were sent in."""
+    """Events are new although a user's requests are stored in a different order than sent."""
     rng, clock = random.Random(0), [1000.0]
     monkeypatch.setattr(serving.time, "time", lambda: clock[0])
     events = serving.NewEvents(range(60), rng)
@@ -256,7 +256,7 @@ def test_each_event_is_new_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options with a model and data."""
+    """Command-line options that name a model and data."""
     folder = tmp_path_factory.mktemp("load")
     ratings = write_synthetic_movielens(folder, 50, 120, 25)
     save(folder / "best.pt", 1, open_event_log(ratings).source_item_ids)
@@ -288,7 +288,7 @@ def test_random_arrivals(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A machine with other work answers late, and measures its own rate too low, if at all."""
+    """On a busy machine answers are late, and the measured rate is too low, if there is one."""
     monkeypatch.setattr(serving, "PATIENCE", 30.0)
     path = tmp_path / "serving.json"
     arguments = [*files, "--concurrency", "4", "--loads", "0.3", "--json", str(path)]
@@ -297,7 +297,7 @@ def test_random_arrivals(
     except RuntimeError as error:
         if "no request was answered" not in str(error):
             raise
-        capsys.readouterr()  # what the first run has printed
+        capsys.readouterr()  # drops the output of the first run
         serving.main([*arguments, "--seconds", "5"])
     (overload, *records), printed = read_records(path), capsys.readouterr().out
     [under_way] = re.findall(r"^(\d+) requests/s, 4 under way$", printed, re.MULTILINE)

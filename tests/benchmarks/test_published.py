@@ -1,4 +1,4 @@
-"""Tests of the benchmark that trains recipes and shows what they reach beside what is published."""
+"""Tests of the benchmark that trains recipes and compares their metrics with published ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hstu_attn.data.synthetic import write_synthetic_movielens
 
 
 def in_order_only(ratings: Path, directory: Path, first: int) -> Path:
-    """Writes ratings with the number of the event of a user, from `first` on, as its time."""
+    """Writes ratings whose times are each user's event numbers, starting at `first`."""
     lines = [line.split("::") for line in ratings.read_text("latin-1").splitlines()]
     lines.sort(key=lambda fields: (int(fields[0]), int(fields[3])))
     numbers: dict[str, int] = {}
@@ -86,9 +86,9 @@ def test_records_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) -> None:
-    """What was stopped goes on from its checkpoint, and the records are those of whole runs.
+    """Stopped runs resume from their checkpoints, with the same records as uninterrupted runs.
 
-    So are those of seeds that are trained at once, in other processes, but for the seconds.
+    Seeds that are trained concurrently, in other processes, give the same records, except seconds.
     """
     data = write_synthetic_movielens(tmp_path, 50, 120, 25)
     shared = ["--cases", "hstu-ml-1m", "--data", str(data), "--device", "cpu", "--epochs", "2"]
@@ -125,7 +125,7 @@ def test_kept_runs_are_continued_and_finished_ones_are_reported(tmp_path: Path) 
     note = ["--note", "A user's events"]
     (reported, _) = records(*kept, "--seeds", "3", "--finished", *note)
     assert (reported["seeds"], reported["mean"]) == (2, whole[0]["mean"])
-    # A shell reads the command as it was given.
+    # The recorded command is quoted, so that a shell parses it into the same arguments.
     assert shlex.split(reported["command"])[3:] == [
         *(*kept, "--seeds", "3", "--finished", *note),
         *("--json", str(tmp_path / "records.json"), *options),
@@ -141,7 +141,7 @@ def test_ranking_on_ratings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     data = in_order_only(write_synthetic_movielens(tmp_path, 40, 100, 25), tmp_path / "order", 0)
     file = tmp_path / "records.json"
     few = ["--dim", "8", "--heads", "1", "--layers", "1", "--steps", "2", "--tasks", "rating_4"]
-    monkeypatch.chdir(tmp_path)  # a relative path is that of the caller's folder
+    monkeypatch.chdir(tmp_path)  # relative paths are relative to the caller's folder
     here = data.relative_to(tmp_path)
     asked = ["--data", str(here), "--seeds", "2", "--json", str(file), "--", *few]
     assert ranking.main(asked) == 0

@@ -1,6 +1,6 @@
 """Tests that run each benchmark once, from its command line to its records, tables and plots.
 
-A `FakeGpu` stands in for the GPU. `test_counts.py` tests the figures.
+A `FakeGpu` replaces the GPU. `test_counts.py` tests the figures.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def kernel(us, operator, name):
 
 @pytest.mark.slow
 def test_attention(small_cases, monkeypatch, tmp_path):
-    """An implementation with a wrong result is not timed, and it is a failure of the run."""
+    """An implementation with a wrong result is not timed, and makes the run fail."""
     make, broken = implementations.make, "hstu_attn_sm99"
 
     def wrong(q, k, v, **options):
@@ -162,7 +162,7 @@ def test_cpu(tmp_path):
     for r in records:
         flops = case.flops(backward=r["pass"] == "backward")
         assert r["gflops"] == pytest.approx(flops / r["ms"] / 1e6, 2e-3)
-        assert r["gflops"] < 1000  # of few tiny sequences, which no CPU computes so fast
+        assert r["gflops"] < 1000  # no CPU is that fast on a few tiny sequences
         assert r["fastest_ms"] <= r["ms"]
         assert 0 <= r["peak_mib"] < 200
     torch._dynamo.reset()
@@ -205,7 +205,7 @@ def test_layer(monkeypatch, tmp_path):
 
 
 def test_training_step(monkeypatch, tmp_path):
-    """The test adds a kernel to the profile for each operator that a GPU would have run one for."""
+    """The test adds to the profile a kernel for each operator that would launch one on a GPU."""
     made = {"hstu_attn::hstu_varlen_fwd": 300, "hstu_attn::hstu_varlen_bwd": 700, "aten::mm": 50}
     profile = training_step.profile
 
@@ -226,7 +226,7 @@ def test_training_step(monkeypatch, tmp_path):
     assert found["attention forward"]["kernels"] == {"hstu_attn::hstu_varlen_fwd": 0.6}
     products = found["step"]["busy_ms"] - 2.0
     assert products == pytest.approx(0.05 * round(products / 0.05), abs=1e-3)
-    assert products >= 3 * 4 * 0.05 - 1e-3  # at least those of the layers' linears
+    assert products >= 3 * 4 * 0.05 - 1e-3  # at least the products of the layers' linears
 
 
 def test_the_training_step_is_that_of_the_example():
@@ -297,7 +297,7 @@ def test_random_arrivals_at_the_engine(tmp_path, monkeypatch):
 
 
 def test_histories_are_as_long_as_in_the_log():
-    """Their quartiles are those of the fitted distribution, worked out by hand."""
+    """The lengths' quartiles are those of the fitted distribution, computed by hand."""
     options = engine.PARSER.parse_args(["--loads", "0.5", "--users", "50000"])
     options.history = 1000
     lengths = engine.lengths(options, np.random.default_rng(1))

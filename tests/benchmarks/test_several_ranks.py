@@ -28,7 +28,7 @@ def world() -> World:
 
 
 def _train(path: str, *arguments: str) -> int:
-    """Runs `benchmarks.train` by a made-up clock: a step takes 10 ms on rank 0, 20 on rank 1."""
+    """Runs `benchmarks.train` with a fake clock: a step takes 10 ms on rank 0, 20 on rank 1."""
     here = world()
     with pytest.MonkeyPatch.context() as patch:
         time = lambda clock, call: call() is None or 10.0 * (1 + here.rank)  # noqa: E731
@@ -51,7 +51,7 @@ def test_training(tmp_path):
     assert equal["tokens"] == 2 * found["equal", "balanced", 1]["tokens"]
     assert equal["scaling"] == 0.5
     assert equal["tokens_per_second_per_gpu"] == equal["tokens"] / 20 / 2 * 1e3
-    assert {r["ms"] / r["gpus"] for r in records} == {10.0}  # the slowest rank's
+    assert {r["ms"] / r["gpus"] for r in records} == {10.0}  # times are those of the slowest rank
     for case in ("weak", "strong"):
         balanced, dealt = found[case, "balanced", 2], found[case, "dealt", 2]
         assert balanced["tokens"] == dealt["tokens"]

@@ -1,4 +1,4 @@
-"""Tests of the benchmarks' Triton baseline; without a GPU in Triton's interpreter, in fp32."""
+"""Tests of the Triton baseline; without a GPU they use Triton's interpreter and fp32."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_the_kernels_do_not_take():
 @pytest.mark.parametrize("dim", triton_hstu.HEAD_DIMS)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_configuration(direction, dim, monkeypatch):
-    """Every configuration that the tuner may choose is right for lengths around its tiles."""
+    """Every configuration of the tuner gives correct results for lengths around its tile sizes."""
     by_dim = {
         "forward": triton_hstu.FORWARD_CONFIGS,
         "backward": triton_hstu.BACKWARD_CONFIGS,

@@ -1,4 +1,4 @@
-"""Tests of dividing a batch among ranks: against brute force, by properties, and by its gain."""
+"""Tests of dividing a batch among ranks: against brute force, by properties, and by the speedup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loads_of(costs: np.ndarray, parts: list[np.ndarray]) -> list[int]:
 
 
 def best_load(costs: list[int], num_ranks: int, equal_counts: bool) -> int:
-    """Returns the largest load of the best of all divisions."""
+    """Returns the smallest possible maximum load, over all divisions."""
     counts_wanted = sorted(
         len(costs) // num_ranks + (rank < len(costs) % num_ranks) for rank in range(num_ranks)
     )
@@ -55,7 +55,7 @@ def test_against_brute_force(number: int, num_ranks: int, equal_counts: bool) ->
 
 
 def test_the_worst_case_of_longest_first() -> None:
-    """These costs meet longest-first's bound of 4/3 - 1/(3 m); exchanges divide them better."""
+    """For these costs longest-first reaches its bound of 4/3 - 1/(3 m); exchanges improve on it."""
     costs = np.array([5, 5, 4, 4, 3, 3, 3])
     assert max(loads_of(costs, balance(costs, 3))) == 9
 
@@ -219,7 +219,7 @@ def test_global_batches_are_those_of_any_number_of_ranks(number: int) -> None:
 
 
 def test_continues_where_it_was() -> None:
-    """Resuming works across an epoch's end, with a loader that prefetches, and on other ranks."""
+    """Resuming works across the end of an epoch, with a prefetching loader, and on other ranks."""
     sampler = sampler_of(1)
     steps, states = [], []
     while len(steps) < 25:

@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs, and batches padded to few shapes."""
+"""Tests of training steps as CUDA graphs, and of batches padded to few shapes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Training:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_captured_steps_are_those_without_a_graph(device: str) -> None:
-    """With batches of three shapes, dropout, and a learning rate that changes."""
+    """Checks batches of three shapes, dropout, and a changing learning rate."""
     expected, training = Training(device), Training(device)
     step = CapturedStep(training.step, torch.device(device))
     losses = expected.losses(expected.step)
@@ -83,7 +83,7 @@ def test_captured_steps_are_those_without_a_graph(device: str) -> None:
 
 @pytest.mark.gpu(kernels=False)
 def test_garbage_does_not_break_a_capture() -> None:
-    """A graph that nobody refers to any more is destroyed after a capture, not within it."""
+    """An unreferenced graph is destroyed after a capture, not during it."""
     x = torch.zeros(8, device="cuda:0")
     new_capture = capture.CudaCapture(x.device, warm_ups=0)
     gc.collect()

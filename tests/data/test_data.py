@@ -1,4 +1,4 @@
-"""Tests of reading MovieLens files, of the preprocessed form, the split and the batches."""
+"""Tests of reading MovieLens files, the preprocessed form, the split and the batches."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_malformed_lines_are_reported_and_counted(
     )
     assert described[3:-1] == [f"  {entry}" for entry in report[:10]]
     assert described[-1] == f"  ... and {len(bad) + 1 - 10} more"
-    # They are reported as well when the preprocessed form is read.
+    # The skipped lines are also reported when the preprocessed form is read.
     assert open_event_log(path).describe() == log.describe()
 
 
@@ -211,7 +211,7 @@ def test_preprocesses_once_and_again_when_the_source_changes(tmp_path: Path) -> 
 
 
 def test_the_order_of_equal_times(tmp_path: Path) -> None:
-    """As pandas sorts: all events by time with NumPy's default, and each user's in that order."""
+    """Events are sorted as by pandas: all by time with NumPy's default sort, then by user."""
     rng = np.random.default_rng(1)
     users, items, times = (rng.integers(most, size=4000) for most in (20, 400, 30))
     path = tmp_path / "ratings.dat"
@@ -249,7 +249,7 @@ def test_rare_users_and_items_are_left_out_once(tmp_path: Path) -> None:
     # Item 50 has three events, two of them by user 5, who is left out; item 40 has two.
     assert histories(3, 3) == {1: [10, 20, 30, 50], 2: of_3, 3: of_3}
     assert histories(4, 1) == {1: of_1, 2: of_2, 4: [10, 60, 70, 80]}
-    # The counts are those of all events: user 3's are counted for item 20, which has three.
+    # Counts include all events, so the events of user 3 count for item 20, which has three.
     assert histories(4, 3) == {1: [10, 20, 30, 50], 2: of_3}
     log = open_event_log(path, min_user_events=4, min_item_events=3)
     assert (log.manifest["rare_events"], log.manifest["dropped_events"]) == (10, 1)
@@ -333,7 +333,7 @@ def test_leave_one_out(tmp_path: Path) -> None:
     assert (batch.timestamps == batch.items + 1000).all()
     assert np.bincount(windows.users, minlength=6).tolist() == [0, 1, 1, 1, 3, 8]
 
-    # The latest sequence of each user that has one, and all but the last event to train on.
+    # The latest sequence of each user that has one: all events but the last one, for training.
     for before, held_out in (("validation", 2), ("test", 1)):
         latest = training_windows(log, max_seq_len, before=before, latest_only=True)
         batch = jagged_batch(log, latest)
@@ -370,7 +370,7 @@ def test_batches_hold_each_sequence_once_an_epoch_and_keep_the_budget() -> None:
 
 
 def test_batches_of_a_number_of_sequences() -> None:
-    """Each sequence once an epoch, in random order whatever its length."""
+    """Each sequence occurs once per epoch, in random order regardless of its length."""
     lengths = np.sort(np.random.default_rng(0).integers(1, 100, 500))
     sampler = BatchSampler(lengths, None, 1, sequences_per_batch=64)
     orders = []

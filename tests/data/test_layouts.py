@@ -1,4 +1,4 @@
-"""Tests of reading Amazon reviews and KuaiRand's logs, made-up ones too, and of their layouts."""
+"""Tests of reading Amazon reviews and KuaiRand's logs, real and synthetic, and of their layouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hstu_attn.data.synthetic_layouts import (
 )
 
 SIZE = {"num_users": 30, "num_items": 100, "mean_events": 22}
-YEARS: list[Any] = [2018, 2023]  # those that can be made up
+YEARS: list[Any] = [2018, 2023]  # the years whose layout can be synthesized
 
 AMAZON = [  # user, item, rating, day; in no order
     ("AZ", "B000000003", "5.0", 3),
@@ -254,7 +254,7 @@ def test_synthetic_kuairand(tmp_path: Path, compress: bool) -> None:
 
 
 def check_round_trip(log: EventLog, histories: dict[str, list[str]]) -> None:
-    """Checks that the log has these users with these items, oldest first, by their names."""
+    """Checks that the log has these users with these items, by name and oldest first."""
     items = log.item_ids.astype(str) if log.item_keys is None else log.item_keys.astype(str)
     read = {
         log.user_name(user): items[log.items[start:end]].tolist()
@@ -271,7 +271,7 @@ def group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def numbered(names: Iterable[object]) -> list[int]:
-    """Numbers names in the order in which they are first seen."""
+    """Numbers names in the order of their first occurrence."""
     numbers: dict[object, int] = {}
     return [numbers.setdefault(name, len(numbers)) for name in names]
 
@@ -469,7 +469,7 @@ def test_reads_what_a_reader_of_single_lines_reads(
 def test_chunks_do_not_matter(
     kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many chunks of few events, and users of more than a chunk, make the log of one chunk."""
+    """Reading in small chunks, also smaller than a user, gives the same log as one chunk."""
     write = {
         "movielens": write_synthetic_movielens,
         "amazon": write_synthetic_amazon,
@@ -545,7 +545,7 @@ def test_the_item_tells_amazons_layouts_apart(
     path = tmp_path / "Things.csv"
     path.write_text("".join(f"{fields},5.0,{1_400_000_000 + n}\n" for n in range(3)))
     if year is None:
-        if fields == "AB,AC" and layout is None:  # nothing tells that these are reviews
+        if fields == "AB,AC" and layout is None:  # not recognizable as reviews
             with pytest.raises(ValueError, match=r"Things.csv:1: expected the header .*got 'AB,AC"):
                 open_event_log(path)
             return

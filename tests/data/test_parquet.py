@@ -99,7 +99,7 @@ def test_many_files_are_one_log(tmp_path: Path) -> None:
     paths = sorted((tmp_path / "parts").rglob("*.parquet"))
     log = open_event_log(paths, columns=NAMES)
     assert log.manifest["content"] == whole.manifest["content"]
-    # Other columns are another preprocessed form.
+    # Other columns give a separate preprocessed form.
     swapped = open_event_log(paths, columns=NAMES | {"rating": "sku"})
     assert swapped.ratings.max() == 40
     assert open_event_log(paths, columns=NAMES).ratings.max() == 5
@@ -243,7 +243,7 @@ def test_reads_text_by_the_names_of_its_columns(
 
 
 def test_text_without_ratings_in_several_files(tmp_path: Path) -> None:
-    """Ids keep their zeros, and later ids and files need not look like the first ones."""
+    """Ids keep leading zeros, and later ids and files may have another format than the first."""
     rows = [("007", "1", 5), ("007", "x-2", 3), ("07", "1", 1), ("a7", "1", 2)] * 3
     for part in range(3):
         lines = [f"{START + time},{user},{item}\n" for user, item, time in rows[part::3]]

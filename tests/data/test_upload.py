@@ -111,7 +111,7 @@ def test_one_batch_is_made_ahead():
 
 @pytest.mark.gpu(kernels=False)
 def test_copies_go_on_beside_kernels_and_stay_whole():
-    """The host drops each batch before the kernels that read it have begun, and makes the next."""
+    """The host frees each batch before the kernels that read it start, and makes the next one."""
     device, count = torch.device("cuda"), 2**18
     numbers = iter(range(1, 100))
     prefetcher = Prefetcher(lambda: Numbers(torch.full((count,), next(numbers))), device)

@@ -1,4 +1,4 @@
-"""Tests of context parallelism: ranks that share sequences compute what one process does."""
+"""Tests of context parallelism: ranks that share sequences get the same results as one process."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def test_chosen_rows_of_a_mask_and_a_range_of_its_keys(name):
 # ---------------------------------------------------------------------------------------------
 
 
-ROWS = ("out", "q", "k", "v")  # what is divided among the ranks
+ROWS = ("out", "q", "k", "v")  # tensors whose rows are divided among the ranks
 
 
 def _results(batch: Batch, dout: Tensor, context: ContextBatch | None = None) -> dict[str, Tensor]:
     """Returns output and gradients: of the operator in one process, or of a rank's rows.
 
-    A rank's gradients of a bias are its parts of sums over the ranks.
+    A rank's gradients of a bias must still be summed over the ranks.
     """
     tensors = {name: x.detach() for name, x in batch.differentiable().items()}
     if context is not None:
@@ -207,7 +207,7 @@ def _check_masks(
 
 
 def _sum_of_parts(part: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum over the ranks, and `exact` with an error of half a rounding of each part."""
+    """Returns the sum over the ranks, and `exact` plus half a rounding error of each part."""
     total, sizes = part.double(), part.double().abs()
     dist.all_reduce(total)
     dist.all_reduce(sizes)
@@ -359,7 +359,7 @@ def _check_skipping() -> None:
 
 
 def _check_layers_share_calls() -> None:
-    """Checks that contextual rows that the configuration counts are found once for all layers."""
+    """Checks that contextual rows given by the configuration are computed once for all layers."""
     config = HSTULayerConfig(
         embedding_dim=8, num_heads=2, hidden_dim=8, attention_dim=8, contextual_seq_len=2
     )
@@ -400,13 +400,13 @@ def _check_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=r"(row_spans|func): expected 2 heads, got shape"):
             context.attention(q, q, q, mask=mask, bias=RelativeBias(torch.zeros(2, 5)))
-    times = torch.zeros(len(q), dtype=torch.int64)  # not those of the whole sequences
+    times = torch.zeros(len(q), dtype=torch.int64)  # not the times of the whole sequences
     with pytest.raises(ValueError, match=r"timestamps: expected shape \(total_k\) = \(11\)"):
         context.attention(q, q, q, bias=RelativeBias(None, torch.zeros(2, 5), times))
 
 
 def _check_errors_in_the_ring() -> None:
-    """Checks that ranks still understand each other after an error of any call in the ring."""
+    """Checks that ranks stay synchronized after an error in any call of the ring."""
     batch = make_batch([37, 0, 8], mask="causal", dtype=torch.float64)
     context = ContextBatch(batch.cu_seqlens_q, batch.max_seqlen_q)
     q, k, v = (context.shard(x).requires_grad_() for x in (batch.q, batch.k, batch.v))

@@ -1,4 +1,4 @@
-"""Tests of checkpoints on any number of ranks, and of directories that killed writers leave."""
+"""Tests of checkpoints on any number of ranks, and of the directories left by killed writers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.helpers.killed_writer import model_of, save_and_die
 
 
 def part_of_run(run: Run, directory: str, number: int) -> tuple[Any, dict[str, Tensor], Any]:
-    """Continues a run from its newest checkpoint by a number of steps, and saves another."""
+    """Resumes a run from its newest checkpoint for a number of steps, and saves another one."""
     training = Training(run)
     checkpoints = Checkpoints(directory)
     step = checkpoints.load(training.model, training.optimizer, sampler=training.sampler) or 0
     for group in training.optimizer.param_groups:
-        group["lr"] *= 0.5 if step else 1  # shows whether the options of groups are restored
+        group["lr"] *= 0.5 if step else 1  # tests that the options of groups are restored
     results = training.steps(number)
     checkpoints.save(step + number, training.model, training.optimizer, sampler=training.sampler)
     return results, training.parameters(), training.sampler.state_dict()
@@ -186,7 +186,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 class OfAnotherRun:
-    """Loads no state, as an object of another run."""
+    """Refuses every state, like an object of another run."""
 
     def state_dict(self) -> dict[str, int]:
         return {"run": 1}
@@ -269,7 +269,9 @@ def test_parameters_without_a_step_have_no_state(
 
 
 def load_what_one_cannot(directory: str, name: str) -> tuple[str, bool]:
-    """Returns this rank's error and whether anything was loaded."""
+    """Loads a checkpoint that rank 1 cannot read; returns this rank's error and whether anything
+    was loaded.
+    """
     checkpoints = Checkpoints(directory)
     path = checkpoints.save(1, model_of(1))
     read, model = torch.load, model_of(0)

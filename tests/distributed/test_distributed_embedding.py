@@ -1,4 +1,4 @@
-"""Tests of a table whose rows are divided among ranks, against `nn.Embedding` on all ids."""
+"""Tests of an embedding table with rows divided among ranks, against `nn.Embedding` on all ids."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_shapes_and_dtypes(backend: str, num_ranks: int) -> None:
 
 
 def continued(directory: str, load: bool) -> Tensor:
-    """Runs a step where the last rank has no row; loads a checkpoint before or saves one after."""
+    """Runs a step with no row on the last rank; loads a checkpoint first, or saves one."""
     embedding = ShardedEmbedding("item", 4, WIDTH, mesh_of("gloo"), std=1.0)
     optimizer = torch.optim.Adam(embedding.parameters(), lr=0.1)
     checkpoints = Checkpoints(directory)
@@ -153,7 +153,7 @@ def what_is_refused(ids: list[Tensor]) -> str:
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrong", [-1, ROWS])
 def test_ids_out_of_range(wrong: int, num_ranks: int) -> None:
-    """The last rank says which they are, and those before it that it has them."""
+    """The last rank, which has them, reports the wrong ids; other ranks refer to that rank."""
     bad, good = torch.tensor([0, 6, wrong, 1]), torch.tensor([2, 2])
     message = f"item ids: expected 0 to 6, got {wrong} in row 2"
     elsewhere = "item ids: expected 0 to 6, which they are not on rank 1 of the mesh"

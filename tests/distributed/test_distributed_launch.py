@@ -35,8 +35,8 @@ def skip_without_gpus(name: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_ends_well(where: str, tmp_path: Path) -> None:
-    """No thread is left on a CPU, even of a group that a model holds in a reference cycle: if such
-    a thread frees a tensor while Python ends, the process aborts.
+    """On a CPU no thread is left, even of a group that a model holds in a reference cycle: if such
+    a thread frees a tensor while Python exits, the process aborts.
     """
     skip_without_gpus(where)
     code, printed, _ = launch("cycle" if where == "cpu" else "well", tmp_path, where)

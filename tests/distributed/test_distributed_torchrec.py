@@ -100,7 +100,7 @@ def test_against_plain_tables(backend: str, lengths: tuple[tuple[int, int], ...]
 def part_of_run(
     backend: str, directory: str, ids: Tensor, weight: Tensor, steps: int
 ) -> list[float]:
-    """Returns the losses of the steps after the newest checkpoint, and saves another one."""
+    """Runs steps from the newest checkpoint, saves another one, and returns the losses."""
     torch.manual_seed(len(ids))  # torch's default generator draws the initial rows
     device = device_type(backend)
     mesh = init_device_mesh(device, (dist.get_world_size(),))

@@ -1,4 +1,4 @@
-"""Tests of FP8 on several ranks: what they pass on, and what they refuse."""
+"""Tests of FP8 on several ranks: their communication, and refused configurations."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.helpers.fp8 import accuracy_batch, relative_error
 LENGTHS = [0, 300, 1, 37]
 
 
-Errors = list[tuple[str, float, float]]  # of a rank, and of the same rows in one process
+Errors = list[tuple[str, float, float]]  # name, error on a rank, error in one process
 
 
 def _errors_of_attention() -> Errors:
-    """Returns errors with and without a bias; gradients are checked to be those of 16 bits."""
+    """Returns errors with and without a bias; checks that gradients equal those in 16 bits."""
     errors = []
     for bias, quantization in (
         (None, Quantization()),
@@ -153,7 +153,7 @@ def test_settings_of_a_call_are_passed_on_and_tensors_of_others_are_refused():
     context_rows.check_call(whole)
     mask = Mask.from_row_spans(torch.ones(4, 4, dtype=torch.int32))
     part = context_parallel._Call(context_parallel._Keys.SHARD, offsets, offsets, 2, 4, mask)
-    settings |= {"target_group_size": 1, "min_full_attn_seq_len": 0}  # those of the part's mask
+    settings |= {"target_group_size": 1, "min_full_attn_seq_len": 0}  # as the part's mask needs
     expected = make_call(offsets, 2, offsets, 4, mask=mask)._replace(**settings)
     assert part.arguments(whole) == expected
 

@@ -1,4 +1,4 @@
-"""Tests of tensor parallelism: ranks that share a layer's heads compute what one layer does."""
+"""Tests of tensor parallelism: ranks that share a layer's heads get the results of one rank."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def _check_config(config: HSTULayerConfig, dtype: torch.dtype) -> None:
 
 
 def _check_rounded(config: HSTULayerConfig, device: str) -> None:
-    """Checks layers in bf16: the ranks round other sums, but are about as exact as one.
+    """Checks layers in bf16: the ranks round other sums, but are about as accurate as one rank.
 
-    A single gradient may be off by several times that of one rank, their mean is not.
+    The error of a single gradient may be several times that on one rank; their mean is not.
     """
     lengths = [0, 70, 1, 190]
     stack = HSTUStack(config, 2, dtype=torch.bfloat16, device=device)
@@ -142,7 +142,7 @@ def _check_rounded(config: HSTULayerConfig, device: str) -> None:
 
 
 def _check_divided_tables() -> None:
-    """Checks that ranks hold the heads of tables that they use, where they can be divided."""
+    """Checks that ranks hold only the heads of tables that they use, if heads can be divided."""
     for heads, held in ((1, 1), (2, 1), (4, 2)):
         biased = {"enable_relative_attention_bias": True, "relative_bias_heads": heads}
         layer = HSTULayer(replace(BASE, **biased, relative_bias_max_seq_len=9))
@@ -211,7 +211,7 @@ def test_two_gpus_compute_what_one_does(config):
 
 
 def _check_both(config: HSTULayerConfig) -> None:
-    """Checks a mesh of two ranks for the heads and two for the rows."""
+    """Checks a mesh that divides heads among two ranks and rows among two."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "heads"))
     stack = HSTUStack(config, 2, dtype=torch.float64)
     _randomize(stack)
@@ -288,7 +288,7 @@ def test_gradients_are_clipped_by_the_norm_of_whole_layers():
 
 
 def _dropped() -> tuple[Tensor, Tensor, Tensor]:
-    """Returns which inputs of the output linear were dropped, their scale, and a later draw."""
+    """Returns the output linear's dropped inputs, the scale of the others, and a later draw."""
     torch.manual_seed(7)
     config = replace(BASE, output_dropout_ratio=0.25, norm_affine=False)
     layer = shard_heads(HSTULayer(config), dist.group.WORLD)

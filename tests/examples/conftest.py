@@ -14,12 +14,12 @@ _RENDER = Figure.savefig
 
 @pytest.fixture(autouse=True, scope="module")
 def _not_rendered() -> Iterator[None]:
-    """Fixtures and tests do without the pictures of training runs."""
+    """Disables the rendering of training runs' figures for fixtures and tests."""
     with not_rendered():
         yield
 
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a test see the pictures."""
+    """Enables the rendering of figures for a test."""
     monkeypatch.setattr(Figure, "savefig", _RENDER)

@@ -39,7 +39,7 @@ def test_tuned_baselines_are_kept_with_the_data(
     monkeypatch.setattr(train_retrieval, "measure_baselines", counted)
 
     def run(name: str, *more: str) -> tuple[int, str]:
-        """Trains in a new directory; returns how often was tuned, and the rows of the baselines."""
+        """Trains in a new directory; returns the number of tunings, and the baselines' rows."""
         nonlocal tuned
         tuned = 0
         given = [*SMALL, "--data", str(data), "--out", str(tmp_path / name), *more]
@@ -60,7 +60,7 @@ def test_tuned_baselines_are_kept_with_the_data(
     assert json.loads(first.read_text()) == json.loads(second.read_text())
     assert run("none", "--no-baselines") == (0, "")
 
-    # Other options do, each beside the others.
+    # Other options change the baselines, which are kept separately.
     for more in (("--exclude", "nothing"), ("--max-seq-len", "20"), ("--min-item-events", "9")):
         assert run("changed" + more[0], *more)[0] == 1
         assert run("again" + more[0], *more)[0] == 0

@@ -23,7 +23,7 @@ from hstu_attn.data.synthetic import synthetic_events
 
 USERS = 40
 UNRATED = [1, 55, 9999]  # before, between and after the ids that have events
-UNTITLED = 2  # how many items have events and no title
+UNTITLED = 2  # the number of items with events and without a title
 SMALL = [
     *("--dim", "16", "--layers", "1", "--max-seq-len", "20", "--tokens-per-batch", "256"),
     *("--negatives", "16", "--steps", "4", "--warmup-steps", "2", "--device", "cpu"),
@@ -89,13 +89,13 @@ def run(ratings: Path, out: Path, *more: str) -> int:
 
 
 def places(log: EventLog) -> list[int]:
-    """Returns the places of the unrated items in a log with the catalog of the titles."""
+    """Returns the indices of the unrated items in a log whose catalog is the file of titles."""
     return np.searchsorted(log.item_ids, UNRATED).tolist()
 
 
 @pytest.mark.parametrize("write", [write_dat, write_csv, write_100k])
 def test_the_items_of_a_log(tmp_path: Path, write: Write) -> None:
-    """The events are those of the log without the option, on items of the same ids and titles."""
+    """The events are the same as without the option, on items with the same ids and titles."""
     path = write(tmp_path)
     log, with_titles = open_event_log(path), open_event_log(path, catalog="titles")
     ids = rated(made_events())
@@ -112,7 +112,7 @@ def test_the_items_of_a_log(tmp_path: Path, write: Write) -> None:
     for name in ("user_ids", "offsets", "ratings", "timestamps"):
         assert (getattr(with_titles, name) == getattr(log, name)).all()
 
-    # Both are kept, and are other data to a run that is continued.
+    # Both logs are kept. To a run that is continued they are different data.
     assert open_event_log(path, catalog="titles").directory == with_titles.directory
     assert open_event_log(path, catalog="log").directory == log.directory
     assert with_titles.manifest["content"] != log.manifest["content"]
@@ -144,7 +144,7 @@ def test_items_that_are_left_out_of_the_events_stay_in_the_catalog(ratings: Path
 def test_unrated_items_are_drawn_and_ranked(
     ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unrated items are negatives as often as others, and an untrained model ranks them as high."""
+    """Unrated items are as often negatives as others, and an untrained model ranks them alike."""
     arguments = [*SMALL, *TITLES, "--data", str(ratings), "--out", str(tmp_path / "run")]
     options = train_retrieval.parse_arguments(arguments)
     log = train_retrieval.open_data(options, [], lambda _: None)
@@ -239,7 +239,7 @@ def test_a_run_with_the_catalog_of_the_titles(
     )
     assert of_run["popularity"]["mrr"] <= of_log["popularity"]["mrr"]
 
-    # A run from before there was the option has the catalog of the log.
+    # A run that was made before the option existed has the catalog of the log.
     path = tmp_path / "log" / "run.json"
     made_with = json.loads(path.read_text())
     assert made_with.pop("catalog") == "log"
@@ -290,7 +290,7 @@ def test_titles_that_are_wanted_and_absent(
     assert f'error: --catalog titles (catalog="titles"): expected {wanted}' in printed
     assert content != b"1::lost\n2::field\n" or "got 2 malformed lines" in printed
     assert not list(tmp_path.glob("hstu_cache/ratings*"))
-    assert run(ratings, tmp_path / "other", "--no-baselines") == 0  # does without
+    assert run(ratings, tmp_path / "other", "--no-baselines") == 0
 
 
 def test_refuses_other_catalogs_and_layouts(ratings: Path, tmp_path: Path) -> None:

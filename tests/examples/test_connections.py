@@ -1,5 +1,5 @@
-"""Tests of the limits of the example's HTTP connections, over raw sockets: a request must arrive
-in time, and only so many connections may be open.
+"""Tests of the limits of the example's HTTP connections, over raw sockets: the time in which a
+request must arrive, and the number of open connections.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CLOSE = b"\r\nConnection: close\r\n\r\n"
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answers /echo with the body, /slow after a delay, /large with much, and other paths with 404
-    before reading a body.
+    """Answers /echo with the body, /slow after a delay, /large with a large body, and other paths
+    with 404 before reading a body.
     """
     status, body = 404, b"absent"
     if scope["path"] != "/absent":
@@ -83,7 +83,7 @@ def running_server(
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    """Returns what is logged, by a log that has told nothing yet."""
+    """Captures the log, after resetting the limit on repeated lines."""
     monkeypatch.setattr(
         connections, "LOG", rate_limited_log.RateLimitedLog(logging.getLogger("here"))
     )
@@ -217,7 +217,7 @@ def test_a_trickle_does_not_keep_a_connection(port: int, before: bytes, trickled
 
 @pytest.mark.faults
 def test_half_a_body_of_a_second_request_does_not_keep_a_connection(port: int) -> None:
-    """It came together with the first request, so nothing arrives after its beginning."""
+    """The half body arrives together with the first request, and nothing follows."""
     with connect(port) as connection:
         connection.sendall(WHOLE + HEAD + b"h")
         assert answer(connection).startswith(b"HTTP/1.1 200 OK")
@@ -236,7 +236,7 @@ def wait_until_open(server: uvicorn.Server, count: int) -> None:
 
 
 def wait_until_closed(server: uvicorn.Server) -> float:
-    """Returns after how many seconds the server has no connection any more."""
+    """Returns the seconds until the server has no open connection."""
     started = time.monotonic()
     while open_connections(server):
         assert time.monotonic() - started < PATIENCE
@@ -247,7 +247,7 @@ def wait_until_closed(server: uvicorn.Server) -> float:
 @pytest.mark.faults
 @pytest.mark.parametrize("requests", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_who_reads_no_answer_is_let_go(requests: int, log: Any) -> None:
-    """The client, or its machine, may be gone: it takes nothing, and closes nothing."""
+    """The client, or its machine, may have failed: it neither reads nor closes the connection."""
     with running_server() as (server, port), connect(port) as connection:
         connection.sendall(WHOLE.replace(b"/echo", b"/large") * requests)
         wait_until_open(server, 1)
@@ -272,7 +272,7 @@ def test_who_reads_slowly_gets_the_whole_answer_if_in_time() -> None:
 
 @pytest.mark.faults
 def test_an_idle_connection_that_takes_nothing_is_aborted() -> None:
-    """What is left to be sent when it is closed does not keep it."""
+    """Unsent data do not keep the connection open."""
     with running_server() as (server, port), connect(port) as connection:
         connection.sendall(WHOLE.replace(b"/echo", b"/large").replace(b"\r\n\r\n", CLOSE))
         wait_until_open(server, 1)
@@ -282,7 +282,7 @@ def test_an_idle_connection_that_takes_nothing_is_aborted() -> None:
 @pytest.mark.faults
 @pytest.mark.slow
 def test_half_open_connections_make_room(log: Any) -> None:
-    """Clients that vanished without a word hold no connection for long."""
+    """Clients that vanished without closing their connections do not hold them for long."""
     with ExitStack() as stack:
         server, port = stack.enter_context(running_server(8, arrival_timeout=2.0))
         for _ in range(4):

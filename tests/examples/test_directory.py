@@ -1,4 +1,4 @@
-"""Tests of what is found in the directory of a run."""
+"""Tests of reading the directory of a run."""
 
 from __future__ import annotations
 

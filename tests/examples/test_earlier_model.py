@@ -1,4 +1,4 @@
-"""Tests of the way back from a model that knows more items than the one before it."""
+"""Tests of a rollback from a model to an earlier model with fewer items."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine_of(path: Path, store: EventStore) -> Engine:
 
 @pytest.mark.slow
 def test_a_model_serves_again_after_one_with_more_items(tmp_path: Path) -> None:
-    """Items of later models keep their numbers; events on them are as if they were not there."""
+    """Items of later models keep their numbers; the earlier model ignores events on them."""
     store = MemoryStore(10, LONGEST)
     paths = [tmp_path / name for name in ("first.pt", "later.pt", "latest.pt")]
     items = [ITEMS[10:50], ITEMS[5:50], ITEMS[:55]]
@@ -49,13 +49,13 @@ def test_a_model_serves_again_after_one_with_more_items(tmp_path: Path) -> None:
         note = store.note(CATALOG)
         assert note is not None
         assert json.loads(note)["items"] == noted
-    save(paths[0], 1, ITEMS[11:51])  # has not been served
+    save(paths[0], 1, ITEMS[11:51])  # a model that has not been served
     with pytest.raises(ValueError, match="lacks 15 of them"):
         engine_of(paths[0], store)
 
 
 def test_one_of_two_models_that_start_at_once_starts_again(tmp_path: Path) -> None:
-    """Otherwise two items would have the same number."""
+    """Without the restart, two items would have the same number."""
     store = MemoryStore(10, LONGEST)
     aligned_with_nothing = []
     for name, items in (("one.pt", ITEMS[:50]), ("other.pt", ITEMS[:49] + ITEMS[50:52])):
@@ -76,7 +76,7 @@ def test_one_of_two_models_that_start_at_once_starts_again(tmp_path: Path) -> No
 def test_a_model_that_notes_its_items_between_those_of_another(
     fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have read that nothing is noted; the second one notes its items first."""
+    """Both have read that the store has no items; the second one writes its items first."""
     store = MemoryStore(10, LONGEST)
     both = []
     for name, items in (("one.pt", ITEMS[:50]), ("other.pt", ITEMS[: 40 if fits else 49])):

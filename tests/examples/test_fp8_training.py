@@ -42,7 +42,7 @@ eval-every = "epoch"
 
 @pytest.mark.slow
 def test_precisions_side_by_side(ratings, tmp_path, capsys):
-    """FP8 changes the losses of the steps, and by far less than the model learns."""
+    """FP8 changes the losses, but much less than training reduces them."""
     path, recipe, runs = tmp_path / "fp8.json", tmp_path / "small.toml", tmp_path / "runs"
     recipe.write_text(RECIPE)
     given = ["--data", str(ratings), "--recipe", str(recipe), "--device", "cpu", "--seeds", "1"]

@@ -1,4 +1,4 @@
-"""Training steps of both examples in CUDA graphs, and on a CPU the same steps without graphs: what
+"""Tests of both examples' training steps in CUDA graphs, and on a CPU without graphs: what
 they compute, how a run continues, and how it stops."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def train(example: ModuleType, ratings: Path) -> Callable[..., int]:
 
 
 def history(out: Path) -> tuple[list[float], list[list[float]]]:
-    """The losses of a run, and its validations without their names."""
+    """Returns the losses of a run, and its validation metrics without their names."""
     found = json.loads((out / "history.json").read_text())
     return found["losses"], [list(metrics.values()) for metrics in found["validation"].values()]
 
@@ -101,7 +101,7 @@ def test_padding_changes_neither_loss_nor_gradients(
 ) -> None:
     more = ["--no-graph"]
     if example is train_retrieval:
-        more += ["--temperature", "1"]  # else sums of large terms are off by more than the bounds
+        more += ["--temperature", "1"]  # with lower ones, rounding errors exceed the bounds
     trainer = make_trainer(example, ratings, tmp_path, device, *more)
     parameters = dict(trainer.trained.named_parameters())
     added = 0
@@ -160,9 +160,11 @@ class Operators(TorchDispatchMode):
 def test_no_operator_of_a_step_waits_for_the_device(
     example: ModuleType, ratings: Path, tmp_path: Path
 ) -> None:
-    """Or copies a constant of the host to it: neither can be captured."""
+    """No operator of a step waits for the device or copies a host constant to it, since neither
+    can be captured.
+    """
     trainer = make_trainer(example, ratings, tmp_path, "cpu", "--dropout", "0.2")
-    trainer._gradients(trainer.draw().padded())  # whatever is made once
+    trainer._gradients(trainer.draw().padded())  # a warm-up, which makes cached objects
     batch = trainer.draw().padded()
     with Operators() as operators:
         trainer._gradients(batch)
@@ -199,7 +201,7 @@ def test_negatives_per_row_in_a_captured_step(
 def test_a_run_of_graphs_has_the_same_curves(
     train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a CPU: the padded steps, with the fused optimizer and numbers that are read late."""
+    """On a CPU, `--graph` means padded steps, a fused optimizer and losses that are read late."""
     for name in ("--graph", "--no-graph"):
         assert train(tmp_path / name, "--device", "cpu", name) == 0
         assert f"{STEPS} steps in " in capsys.readouterr().out
@@ -220,7 +222,7 @@ def test_an_interrupted_run_continues(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With dropout: the generators of random numbers continue too."""
+    """With dropout, the states of the random generators must be restored, too."""
     arguments = ["--graph", "--device", device, "--dropout", "0.2"]
     assert train(tmp_path / "whole", *arguments) == 0
     kinds = {"train_retrieval": "RetrievalTrainer", "train_ranking": "RankingTrainer"}
@@ -250,7 +252,7 @@ def test_an_interrupted_run_continues(
 def test_a_run_continues_with_or_without_graphs(
     first: str, train: Callable[..., int], tmp_path: Path
 ) -> None:
-    """Checkpoints hold nothing that only one kind of step could read."""
+    """Checkpoints are the same for both kinds of steps."""
     then = "--no-graph" if first == "--graph" else "--graph"
     whole, changed = tmp_path / "whole", tmp_path / "changed"
     assert train(whole, "--device", "cpu", "--no-graph") == 0
@@ -265,7 +267,7 @@ def test_a_run_continues_with_or_without_graphs(
 def test_a_loss_that_is_not_finite_changes_nothing(
     example: ModuleType, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps after it, which have been made before it is seen, do not update the weights."""
+    """The steps that run before the loss is read do not update the weights."""
     monkeypatch.setattr(Trainer, "_learning_rate", lambda _: 1e-3)
     expected = make_trainer(example, ratings, tmp_path / "good", "cpu", "--graph")
     for _ in range(6):
@@ -307,7 +309,7 @@ def test_several_processes_have_no_graphs() -> None:
 def test_captured_steps_are_those_that_are_called(
     train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the same padded batches, with dropout: a graph draws the random numbers of the calls."""
+    """With dropout, on the same padded batches, a graph draws the same random numbers."""
     arguments = ["--device", "cuda", "--dropout", "0.2"]
     assert train(tmp_path / "captured", *arguments) == 0  # --graph is the default
     monkeypatch.setattr(capture, "capture_on", lambda *_, **__: lambda call: call)
@@ -330,4 +332,4 @@ def test_a_gpu_has_graphs_by_default(example: ModuleType, ratings: Path, tmp_pat
         trainer._train_step()
     graphs = trainer.captured._graphs
     assert any(graph is not None for graph in graphs.values())
-    assert len(trainer.unread) == 12  # the host has waited for nothing
+    assert len(trainer.unread) == 12  # the host has not waited for any loss

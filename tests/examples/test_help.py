@@ -1,5 +1,5 @@
-"""Tests of the help of every example and benchmark: it comes without importing torch, and the
-program accepts the commands in it.
+"""Tests of the help of every example and benchmark: it does not import torch, and the program
+accepts the commands in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def programs() -> list[str]:
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program; the standard error also lists what it imported."""
+    """Runs a program; the standard error also lists the imported modules."""
     return subprocess.run(
         [sys.executable, "-X", "importtime", *program.split(), *arguments],
         cwd=ROOT,
@@ -68,7 +68,7 @@ def test_help_comes_at_once_with_examples(program: str) -> None:
         words = shlex.split(command, comments=True)
         last = program.split()[-1]
         given = words[words.index(last) + 1 :]
-        given = given[: [*given, "--"].index("--")]  # what follows is for another program
+        given = given[: [*given, "--"].index("--")]  # options after "--" are of another program
         # The parser reads the values before it reads --help, and the usage lists the options.
         tried = run(program, *given, "--help")
         assert tried.returncode == 0, tried.stderr

@@ -1,5 +1,5 @@
-"""Tests of the example's HTTP application: until when and in whose turn requests are answered,
-what is told of it, and what hostile requests come to.
+"""Tests of the example's HTTP application: deadlines and fairness of requests, health and metrics,
+and hostile requests.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_what_is_too_late_is_dropped_before_it_is_computed() -> None:
         metrics = server.client.metrics()
         assert metrics["hstu_engine_expired_total"] == 1
         assert metrics["hstu_engine_cancelled_total"] == 0
-        assert metrics["hstu_engine_new_tokens_total"] == 1  # of the first request
+        assert metrics["hstu_engine_new_tokens_total"] == 1  # from the first request
         assert metrics["hstu_http_responses_total{/score,504}"] == 1
         assert server.engine.stats().users == 1
 
@@ -151,7 +151,7 @@ def test_a_greedy_client_gives_way_to_another(tmp_path: Path) -> None:
         assert "max_queue" in answer["detail"]
         others = [send(6, NEW), send(7, NEW)]
         server.wait_for(displaced=2)
-        status, headers, answer = send(8, NEW).result()  # each has its half now
+        status, headers, answer = send(8, NEW).result()  # each client has its half of the queue
         assert status == 503
         server.release()
         assert [first.result()[0], *(one.result()[0] for one in others)] == [200] * 3
@@ -173,13 +173,13 @@ def test_overload_is_shed_by_the_time_to_wait() -> None:
         server.hold()
         held = [pool.submit(server.client.send, "POST", "/score", body(1))]
         assert server.reached.wait(10)
-        time.sleep(0.15)  # so long takes a batch now
+        time.sleep(0.15)  # the duration of this batch
         held.append(pool.submit(server.client.send, "POST", "/score", body(2)))
         server.wait_for(queued=1)
         status, headers, answer = server.client.send("POST", "/score", body(3))
         assert (status, int(headers["Retry-After"])) == (503, 1)
         assert re.search(r"a wait of at most 0\.1 s .*, got 0\.\d+ s", answer["detail"])
-        status, headers, answer = server.client.send("POST", "/score", b"{")  # it is not read
+        status, headers, answer = server.client.send("POST", "/score", b"{")  # the body is not read
         assert (status, int(headers["Retry-After"])) == (503, 1)
         assert server.client.send("GET", "/health")[0] == 200
         server.release()
@@ -204,7 +204,7 @@ def test_what_the_store_cannot_keep_is_said(server: Running, monkeypatch: Any) -
 
 
 def test_a_store_that_hangs_does_not_hold_a_request_for_ever() -> None:
-    """Events that are being stored cannot be taken back, so whether they are is not known."""
+    """A commit in progress cannot be undone, so it is unknown whether its events are stored."""
     with running("--timeout", "0.3") as server:
         store, commit = server.engine.store, server.engine.store.commit
         go_on = threading.Event()
@@ -222,11 +222,11 @@ def test_a_store_that_hangs_does_not_hold_a_request_for_ever() -> None:
         go_on.set()
         server.wait_for(completed=1)
         assert server.client.send("POST", "/score", body(1))[0] == 200
-        assert len(store.read([1], [0])[0].events) == 1  # the events of both requests are one
+        assert len(store.read([1], [0])[0].events) == 1  # both requests have the same event
 
 
 def test_a_probe_of_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it is asked, one thread waits for the store."""
+    """Only one thread waits for the store, however many probes arrive."""
     monkeypatch.setattr(http_app, "STORE_SECONDS", 0.05)
     with running() as server:
         go_on, asked = threading.Event(), []
@@ -261,9 +261,9 @@ def test_events_in_another_order_are_refused(server: Running) -> None:
 def test_a_clock_that_steps_back_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Events of right clocks are refused until it is right again; others are answered.
+    """Events with correct times are refused until the clock is right; other requests are answered.
 
-    A user with no events but those that lie ahead is new meanwhile.
+    Meanwhile, a user who has only events in the future counts as new.
     """
     monkeypatch.setattr(http_app, "RARE", RateLimitedLog(http_app.LOG))
     day, now = 86400, [10 * 86400]
@@ -331,7 +331,7 @@ def test_liveness_is_not_readiness(
 def test_the_metrics_tell_of_the_store_without_a_question_for_readiness(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store fails, is there again, does not answer, and answers."""
+    """The store fails, works again, hangs, and answers again."""
     monkeypatch.setattr(http_app, "STORE_SECONDS", 0.1)
     answers = threading.Event()
 
@@ -510,7 +510,7 @@ def test_the_limit_of_bodies_is_an_option() -> None:
 
 
 def test_a_request_touches_its_user_alone(server: Running, monkeypatch: Any) -> None:
-    """Of all that a request may name, only the user decides whose events are read and stored."""
+    """Only the field `user` of a request decides whose events are read and stored."""
     store = server.engine.store
     seen: list[Any] = []
     read, commit = store.read, store.commit
@@ -529,14 +529,14 @@ def test_a_request_touches_its_user_alone(server: Running, monkeypatch: Any) -> 
 
 
 def test_sigterm_drains_first() -> None:
-    """The test sees what the signals leave for uvicorn's loop."""
+    """Checks the state that the signal handlers set for uvicorn's loop."""
     with running("--drain-seconds", "60") as server:
         uvicorn_server: Server = server.server
         uvicorn_server.handle_exit(signal.SIGTERM, None)
         assert not uvicorn_server.should_exit
         assert server.client.send("GET", "/ready")[2]["status"] == "draining"
         assert server.client.send("POST", "/score", body(1))[0] == 200
-        uvicorn_server.handle_exit(signal.SIGTERM, None)  # again: now
+        uvicorn_server.handle_exit(signal.SIGTERM, None)  # a second SIGTERM ends it at once
         assert uvicorn_server.should_exit
     with running("--drain-seconds", "60") as server:
         server.server.handle_exit(signal.SIGINT, None)
@@ -549,7 +549,7 @@ def test_sigterm_drains_first() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_drains(tmp_path: Path) -> None:
-    """It says that it is not ready, answers for a while, and ends with status 0."""
+    """After SIGTERM a process is not ready, answers requests for a while, and exits with 0."""
     from tests.helpers.documented import save_some_model
 
     save_some_model(tmp_path / "run/best.pt", [*range(1, 50)])
@@ -579,7 +579,7 @@ def test_scores_are_finite_tensors(server: Running) -> None:
 
 
 def test_answers_do_not_wait_for_the_client() -> None:
-    """The socket says that it is TCP, which asyncio needs to turn Nagle's algorithm off."""
+    """The socket's protocol must be TCP, or asyncio does not disable Nagle's algorithm."""
     with serve.listen_later("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 

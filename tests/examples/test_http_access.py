@@ -1,4 +1,4 @@
-"""Tests of who may ask the example's server: tokens of clients and of administrators."""
+"""Tests of access to the example's server: tokens of clients and of administrators."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_health_and_types_need_no_token(guarded: Running) -> None:
 def test_tokens_are_not_told(
     guarded: Running, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Not even where a request fails in a way that is logged."""
+    """Tokens are not logged, even if a request fails."""
     guarded.engine.model.embed, embed = lambda rows: 1 / 0, guarded.engine.model.embed
     try:
         assert guarded.client.send("POST", "/score", body(1), with_token(NEW))[0] == 500
@@ -174,7 +174,7 @@ def test_administrators_have_tokens_of_their_own(guarded: Running) -> None:
 
 
 def test_a_user_is_forgotten_by_an_id_of_the_kind_of_the_data(guarded: Running) -> None:
-    """No user has an id of the other kind, so an answer 200 to it would say what is not so."""
+    """No user has an id of the other type (int or str), so status 200 would be wrong for it."""
     assert guarded.client.send("POST", "/score", body(7), with_token(OLD))[0] == 200
     for user, expected, left in (("7", 422, 1), (7.0, 422, 1), (7, 200, 0)):
         status, _, answer = guarded.client.send(

@@ -1,4 +1,4 @@
-"""Tests that requests which are refused, fail or are hostile change nothing of other users."""
+"""Tests that refused, failing and hostile requests do not affect other users."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Answer = tuple[list[list[int]], int, Tensor, Tensor, Tensor]
 
 @pytest.fixture(params=["memory", "sqlite"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
-    """A server whose other users, and the hostile one, have events."""
+    """A server with stored events of the hostile user and of other users."""
     (tmp_path / "tokens").write_text(f"{TOKEN}\n")
     (tmp_path / "admin").write_text(f"{ADMIN}\n")
     options = ["--token-file", str(tmp_path / "tokens"), "--admin-token-file"]
@@ -44,7 +44,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
 
 
 def state_of(server: Running, user: int) -> Answer:
-    """Returns the events of a user, their version, and what the user is answered."""
+    """Returns a user's events, their version, and the answer to a request of the user."""
     (stored,) = server.engine.store.read([user], [0])
     assert stored is not None
     best = server.engine.recommend(user, [], 10)
@@ -88,12 +88,12 @@ REFUSED: list[tuple[int, Any]] = [
 
 
 def test_requests_that_are_refused(server: Running) -> None:
-    """They name another user in some other way, or are wrong elsewhere."""
+    """Requests that name another user in some additional way, or are otherwise invalid."""
     before = {user: state_of(server, user) for user in (*OTHERS, HOSTILE)}
     count = server.engine.stats().users
     for status, body in REFUSED:
         if isinstance(body, dict) and body["events"] == []:
-            body = {**body, "user": HOSTILE + 1}  # is new
+            body = {**body, "user": HOSTILE + 1}  # a new user
         assert send(server, body) == status, body
     for other in OTHERS:
         for token in (NOBODY, "", ADMIN):
@@ -112,7 +112,7 @@ def test_requests_that_are_refused(server: Running) -> None:
 
 @pytest.mark.slow
 def test_requests_that_fail(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They fail in the model, in the store, or are too late, in one batch with those of others."""
+    """Requests in one batch with other users' fail in the model, in the store or by a timeout."""
     users = (*OTHERS, HOSTILE)
     before = {user: state_of(server, user) for user in users}
     commit, store = server.engine.store.commit, server.engine.store
@@ -123,7 +123,7 @@ def test_requests_that_fail(server: Running, monkeypatch: pytest.MonkeyPatch) ->
         return commit(changes)
 
     def together(status: int, body: dict[str, Any], **headers: str) -> None:
-        """Holds up a batch until a request waits beside those of the others."""
+        """Delays a batch until a request waits together with the other users' requests."""
         quiet = asked(events=[])
         with ThreadPoolExecutor(len(users) + 1) as pool:
             server.hold()
@@ -155,14 +155,14 @@ HEADS = [
     b"Transfer-Encoding: chunked\r\n\r\nZ\r\n",
     b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
     b"Connection: close\r\nContent-Length: 100000\r\n\r\n",
-    b"Content-Length: 0\r\n\r\n",  # the next request is one, and lacks a token
+    b"Content-Length: 0\r\n\r\n",  # the rest is a separate request, without a token
     b"X: " + b"y" * 10**6 + b"\r\n\r\n",
 ]
 
 
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: head[:60].decode())
 def test_requests_in_the_body_of_another(server: Running, head: bytes) -> None:
-    """A body that contains a whole request for another user, without a token, is only a body."""
+    """A body that contains a complete request for another user is not parsed as a request."""
     before = {user: state_of(server, user) for user in (*OTHERS, HOSTILE)}
     text = json.dumps(asked(OTHERS[0])).encode()
     start = f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()

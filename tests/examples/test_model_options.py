@@ -32,7 +32,7 @@ OF_EXAMPLE = {
 def test_a_head_dim_apart_from_the_width(
     head_dim: int, example: ModuleType, tmp_path: Path
 ) -> None:
-    """A model of width 10 has weights of that head dim, is trained, saved and read again."""
+    """A model of width 10 has weights of the given head dim, and is trained, saved and loaded."""
     width, heads = 10, 3
     ratings = write_synthetic_movielens(tmp_path, 50, 120, 25)
     out = tmp_path / "run"
@@ -79,7 +79,7 @@ def test_initial_embeddings_of_retrieval() -> None:
     ],
 )
 def test_forms_of_the_relative_bias(kind: str, tables: set[str], tmp_path: Path) -> None:
-    """The saved model has the tables of that form alone, and no other run is continued with it."""
+    """The saved model has only the tables of that form; runs of other forms are not resumed."""
     ratings = write_synthetic_movielens(tmp_path, 50, 120, 25)
     out = tmp_path / "run"
     paths = ["--data", str(ratings), "--out", str(out), "--no-baselines"]

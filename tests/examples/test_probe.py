@@ -1,4 +1,4 @@
-"""Tests of the file of --probe: a request whose answer a model must give before it is served."""
+"""Tests of the file of --probe: a request that a model must answer before it is served."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_retrieval_model_must_answer_as_expected(tmp_path: Path) -> None:
         events = [(ITEMS.index(item), at) for item, at in EVENTS]
         served = engine.score(1, events, numbers)
         assert served.tolist() == pytest.approx(scores, rel=1e-4, abs=1e-5)
-        # The file is read anew for each model.
+        # The file is read again for each model.
         options_of(path, {"body": BODY, "answer": {"user": 1, "scores": other}})
         models.load_and_swap()
         assert engine.score(1, [], numbers).tolist() == pytest.approx(other, rel=1e-4, abs=1e-5)
@@ -121,7 +121,7 @@ def test_wrong_files(content: object, message: str, tmp_path: Path) -> None:
 
 
 def test_the_answer_may_be_nan_in_no_probe(tmp_path: Path) -> None:
-    """JSON has no NaN, but Python reads one, and a number is never far from NaN."""
+    """Python's JSON parser accepts NaN, and comparisons with NaN would never fail."""
     path = tmp_path / "model.pt"
     save(path, 1)
     saved = load_served(path, False, CPU)

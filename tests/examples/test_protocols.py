@@ -1,5 +1,5 @@
-"""Tests of the protocols of the retrieval example: which events are trained on and tested when, and
-what is reported of one seed and of several."""
+"""Tests of the retrieval example's protocols: the split into training and test events, the time of
+evaluation, and the report of one seed and of several."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def test_an_interrupted_published_run_continues_exactly(ratings: Path, tmp_path:
     with interrupted_at(10):
         assert run(ratings, stopped, *PUBLISHED) == 130
     assert run(ratings, stopped, *PUBLISHED, "--resume") == 0
-    assert run(ratings, stopped, *PUBLISHED, "--resume") == 0  # is finished: reports it again
+    assert run(ratings, stopped, *PUBLISHED, "--resume") == 0  # a finished run is only reported
     for name in ("history.json", "metrics.json"):
         assert (stopped / name).read_text() == (whole / name).read_text()
 
 
 @pytest.mark.slow
 def test_several_seeds(ratings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Means and spreads are those of the runs, each of which is that of its seed alone."""
+    """Means and spreads are over the runs, each of which equals a single run with its seed."""
     two = (*PUBLISHED, "--seeds", "2", "--seed", "5")
     assert run(ratings, tmp_path / "all", *two) == 0
     printed = capsys.readouterr().out

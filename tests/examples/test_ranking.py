@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Such small tensors gain nothing from more threads, and wait for them on a busy machine."""
+    """Limits torch to one thread: more do not speed up small tensors, and may wait for a core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -212,7 +212,7 @@ def test_a_share_of_the_events_is_held_out_by_time(log: EventLog) -> None:
         windows = data.windows(split)
         sizes = windows.ends - windows.requests
         assert 1 <= sizes.min() <= sizes.max() <= 4
-        # The history is what the user did before, also in the time that is held out.
+        # The history has all earlier events of the user, including held-out ones.
         first = log.offsets[windows.users]
         assert (windows.starts == np.maximum(windows.requests - 9, first)).all()
         runs = [np.arange(a, b) for a, b in zip(windows.requests, windows.ends, strict=True)]
@@ -230,7 +230,7 @@ def test_a_share_of_the_events_is_held_out_by_time(log: EventLog) -> None:
 
 
 def test_a_share_is_held_out_where_many_times_are_equal(log: EventLog) -> None:
-    """One event is before the time of most others, at which the validation begins."""
+    """Most events have the same time, at which the validation begins; one event is earlier."""
     times = 1 + (np.random.default_rng(0).random(log.num_events) > 0.6)
     for user in range(log.num_users):
         times[log.offsets[user] : log.offsets[user + 1]].sort()
@@ -392,7 +392,7 @@ def test_ranks_share_each_batch() -> None:
 
 
 def spoilt_log(log: EventLog, events: np.ndarray[Any, Any], **columns: Any) -> EventLog:
-    """Copies the log with other values in some events."""
+    """Copies the log with changed values in some events."""
     copy = object.__new__(EventLog)
     copy.__dict__.update(log.__dict__)
     copy.columns = dict(log.columns)
@@ -455,7 +455,7 @@ def test_nothing_of_the_future_is_seen(data: RankingData, split: Split, group: i
     assert differs(windows.requests - 1, actions=flipped).all()
     assert differs(windows.starts, items=another).all()
     assert differs(windows.requests, items=another)[offsets[:-1]].all()  # the candidate itself
-    # A candidate sees the one before it in its group, and none outside.
+    # A candidate sees the one before it in its group, and none outside of its group.
     second = (windows.ends - windows.requests) > 1
     seen = differs(windows.requests[second], items=another)[(offsets[:-1] + 1)[second]]
     assert seen.all() if group == 2 else not seen.any()

@@ -1,4 +1,4 @@
-"""Tests of the limits of Ray's proxies that need no Ray: which requests are refused, and when."""
+"""Tests of the request limits of Ray's proxies that need no Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST = 50
 
 
 def answered(count: int = 100, each: float = EACH) -> LoadShedder:
-    """Returns one that has seen answers to requests that came together, at an even pace."""
+    """Returns a shedder that has seen answers, at an even pace, to requests that came together."""
     shedder = LoadShedder(MAX_WAIT)
     for _ in range(count):
         shedder.begin("early", 0.0)
@@ -38,7 +38,7 @@ def answered(count: int = 100, each: float = EACH) -> LoadShedder:
 
 
 def let_in(shedder: LoadShedder, client: str, most: int) -> int:
-    """Sends requests of a client until one is refused; returns how many are under way."""
+    """Sends requests of a client until one is refused; returns the number in flight."""
     for number in range(most):
         if shedder.excess(client):
             return number
@@ -90,7 +90,7 @@ def test_the_pace_follows_the_latest_answers():
 
 def test_neither_idle_times_nor_outages_are_a_pace():
     shedder = answered()
-    for number in range(300):  # requests come seldom
+    for number in range(300):  # requests are rare
         shedder.begin("a", 100.0 * number)
         shedder.end("a", 100.0 * number + EACH)
     assert shedder.seconds_each == pytest.approx(EACH)
@@ -155,12 +155,12 @@ def test_answers(caplog):
         found == [(200, None)] * ALWAYS + refused + [(200, None), (500, None)] + [(200, None)] * 3
     )
     assert "Refused a request: 16 are under way, 8 s of work" in caplog.text
-    assert not shedder.excess("10.0.0.1")  # what has ended, by an error too, is not under way
+    assert not shedder.excess("10.0.0.1")  # ended requests, also failed ones, are not in flight
     assert shedder._under_way.total() == 0
 
 
 def test_the_time_of_arrival_goes_with_a_request():
-    """A replica counts deadlines from it; a proxy in front may have written it before."""
+    """Replicas count deadlines from the time of arrival, which another proxy may have set."""
 
     async def starts(*scopes: dict[str, Any]) -> list[list[bytes]]:
         found = []
@@ -182,12 +182,12 @@ def test_the_time_of_arrival_goes_with_a_request():
 
 
 def test_what_is_not_there_yet_may_be_asked_for_again():
-    """Ray's 404 is one of its proxy; the application's own, of the other kind of model, stays."""
+    """A 404 of Ray's proxy becomes a 503 with Retry-After; the application's own 404 is kept."""
     shedder = answered(each=0.5)
     paths = ("/early/score", "/rank", "/bare/rank")
     found = asyncio.run(_answers(shedder, [scope(path) for path in paths]))
     assert found == [(503, "1"), (404, None), (503, "1")]
-    assert (before := shedder.seconds_each) < 0.5  # that of a replica counts
+    assert (before := shedder.seconds_each) < 0.5  # only the replica's answer is measured
     assert asyncio.run(_answers(shedder, [scope("/early/score")] * 3)) == [(503, "1")] * 3
     assert shedder.seconds_each == before
     assert shedder._under_way.total() == 0
@@ -201,7 +201,7 @@ def test_what_a_proxy_imports_is_small():
 
 @pytest.mark.slow
 def test_what_a_server_imports_has_no_distributed_tensors():
-    """They would be a quarter of what a server's imports take; only ranks that train need them."""
+    """They would take a quarter of a server's import time; only training on ranks needs them."""
     code = "import recommender.http, sys; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=False).returncode == 0
 

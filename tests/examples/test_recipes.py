@@ -1,4 +1,4 @@
-"""Tests of recipes: each is trained for some steps on a small made-up file of its data's layout."""
+"""Tests of recipes: each is trained for some steps on a small synthetic file in its layout."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_a_recipe_says(name: str) -> None:
 def test_a_recipe_trains(
     name: str, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the data's layout alone made small; the published row is printed last."""
+    """The recipe trains on small data in its layout; the published row is printed last."""
     source = next(path for suffix, path in data.items() if name.endswith(suffix))
     paths = ["--data", str(source), "--out", str(tmp_path / "run")]
     assert train_retrieval.main([*FEW, "--recipe", name, *paths]) == 0
@@ -143,7 +143,7 @@ def test_a_copy_is_changed_and_the_command_line_overrides(
     assert train_retrieval.main([*first, *more]) == 0
     assert "HSTU " in capsys.readouterr().out
 
-    # A run is that of its options, wherever they were written.
+    # Options may come from the recipe or from the command line: the run is the same.
     same = ["--dim", "24", "--layers", "1", "--head-dim", "48", "--max-seq-len", "200"]
     same += ["--epochs", "101", "--learning-rate", "1e-3", "--schedule", "constant"]
     same += ["--warmup-steps", "0", "--clip-norm", "0", "--heads", "1", "--temperature", ".05"]

@@ -16,7 +16,7 @@ from tests.helpers.paths import EXAMPLES
 @pytest.mark.faults
 @pytest.mark.slow
 def test_the_curves_of_tensorboard_say_where_the_disk_is_full(tmp_path: Path) -> None:
-    """TensorBoard's writer is a thread, whose error adds no text of its own."""
+    """The error comes from the thread of TensorBoard's writer, and is reported as it is."""
     program = (
         "from pathlib import Path\n"
         "from recommender.scalars import Scalars\n"

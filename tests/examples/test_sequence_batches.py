@@ -1,4 +1,4 @@
-"""Tests of retrieval training in batches of a number of users, each with the latest events."""
+"""Tests of retrieval training in batches of a fixed number of users, with their latest events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_last_of_both_sizes_counts() -> None:
 
 @pytest.mark.slow
 def test_sequences_are_the_latest_and_padded_to_few_shapes(ratings: Path, tmp_path: Path) -> None:
-    """A graph is made for each shape, so there must be few."""
+    """Each shape needs a graph, so there must be few shapes."""
     log = open_event_log(ratings)
     more = ["--sequences-per-batch", "64", "--epochs", "6", "--graph", "--out", str(tmp_path)]
     options = train_retrieval.parse_arguments([*SMALL, *more])

@@ -1,5 +1,5 @@
 """Tests of the example's server over a socket, with the model of a short training run: each
-path, and each reason for which a request is refused.
+path, and each reason to refuse a request.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_scores_of_a_user_of_the_data(client: Client, saved: SavedModel, log: Ev
 
 @pytest.mark.gpu
 def test_scores_of_a_gpu(checkpoint: Path, ratings: Path, saved: SavedModel, log: EventLog) -> None:
-    """They are those of the model in fp32, but for the rounding of layers in bf16.
+    """The scores equal those of the fp32 model, except for the rounding of layers in bf16.
 
     On a CPU that changes no score of any user by more than 0.003; the scores deviate by 0.26.
     """
@@ -487,7 +487,7 @@ def test_after_closing_it_is_unavailable(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_answers_what_has_arrived(checkpoint: Path) -> None:
-    """The requests wait for a batch that never fills; the server answers them before it ends."""
+    """The requests wait in an incomplete batch; the server answers them before it ends."""
     arguments = ("--max-wait-ms", "1500", "--max-batch-size", "64")
     with (
         process("--model", str(checkpoint), *arguments) as (server, client),
@@ -540,7 +540,7 @@ def test_help_shows_how_to_start_it_without_torch() -> None:
 
 
 def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the server's program where importing torch or numpy is an error."""
+    """Runs the server's program with imports of torch and numpy disabled."""
     program = (
         "import sys; sys.modules.update(torch=None, numpy=None); "
         "import serve; sys.exit(serve.main(sys.argv[1:]))"

@@ -60,7 +60,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_kill_9_loses_no_acknowledged_event(model: Path, tmp_path: Path) -> None:
-    """The default store, next to the model, while three clients send events."""
+    """The server is killed while three clients send events to its default store."""
     writers = [Writer(user) for user in range(3)]
     arguments = ["--model", str(model), "--store", str(tmp_path / "events.sqlite")]
     rng = random.Random(5)
@@ -71,7 +71,7 @@ def test_kill_9_loses_no_acknowledged_event(model: Path, tmp_path: Path) -> None
                 line = Log(server).wait_for("was not closed when it was used last")
                 assert re.search("; [1-9][0-9]* pages of changes have been recovered", line)
                 assert line.endswith(" from its log, and 3 users have events\n")
-            for writer in writers:  # a retry of what the server was killed in
+            for writer in writers:  # a retry of the requests in flight when the server was killed
                 if cut and writer.sent[-1] not in writer.acknowledged:
                     assert writer.send(client, writer.sent[-1]) == 200
             threads = [threading.Thread(target=w.stream, args=(client,)) for w in writers]
@@ -133,7 +133,7 @@ with Engine(make_model("retrieval"), make_cache(12), store=store, max_batch_size
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["in the transaction", "before the answer"])
 def test_kill_9_at_the_worst_moment(where: str, tmp_path: Path) -> None:
-    """A batch of four is stored as a whole or not at all; then its requests are sent again."""
+    """A batch of four requests is stored entirely or not at all; then they are sent again."""
     path = tmp_path / "events.sqlite"
     command = [sys.executable, "-c", KILLED, str(path), where]
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
@@ -158,7 +158,7 @@ def test_kill_9_at_the_worst_moment(where: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_fails_requests_until_there_is_room(model: Path, tmp_path: Path) -> None:
-    """The files of the process cannot grow any more, as on a full disk."""
+    """A limit on the size of the process's files simulates a full disk."""
     path, writer = tmp_path / "events.sqlite", Writer(1)
     with process("--model", str(model), "--store", str(path)) as (server, client):
         log = Log(server)
@@ -208,7 +208,7 @@ def stream_until_full(
 
 @pytest.mark.slow
 def test_kill_9_on_a_full_disk(model: Path, disk: SmallDisk) -> None:
-    """ENOSPC from the system: first there is room again, then the server is killed without any."""
+    """A disk is full (ENOSPC) twice: first room is made, then the server is killed."""
     path, writers = disk.folder / "events.sqlite", [Writer(user) for user in range(3)]
     arguments = ["--model", str(model), "--store", str(path)]
     with process(*arguments) as (server, client):
@@ -236,7 +236,7 @@ def test_kill_9_on_a_full_disk(model: Path, disk: SmallDisk) -> None:
 
 @pytest.mark.slow
 def test_kill_9_of_redis_on_a_full_disk(model: Path, disk: SmallDisk) -> None:
-    """With `appendfsync always` Redis ends itself, before it answers, when it cannot write."""
+    """With `appendfsync always` Redis exits, before it answers, if it cannot write."""
     writers = [Writer(user) for user in range(3)]
     with (
         redis_server(disk.folder) as redis,
@@ -251,7 +251,7 @@ def test_kill_9_of_redis_on_a_full_disk(model: Path, disk: SmallDisk) -> None:
         assert client.send("GET", "/live")[0] == 200
         assert redis.process is not None
         assert redis.process.wait(10) == 1
-        redis.start()  # which needs no room
+        redis.start()  # starting needs no disk space
         with RedisStore(redis.url, LONGEST) as store:
             stored = stored_events(store, range(3))
         for writer in writers:
@@ -321,7 +321,7 @@ def test_redis_is_full_and_has_room_again(model: Path, own_redis: RedisServer) -
 
 @pytest.mark.slow
 def test_redis_hangs_and_goes_on(model: Path, own_redis: RedisServer) -> None:
-    """Connections to a stopped process stay open, and new ones are made, but nothing answers."""
+    """A stopped process keeps and accepts connections, but does not answer."""
     writers = [Writer(user) for user in range(3)]
     seconds = []
 
@@ -376,7 +376,7 @@ def test_redis_hangs_and_goes_on(model: Path, own_redis: RedisServer) -> None:
 
 
 def earliest_time(model: Path, *arguments: str, place: str = "memory") -> int:
-    """Returns the earliest time that a server takes."""
+    """Returns the earliest event time that a server accepts."""
     options = parse_arguments("", ["--model", str(model), *arguments])
     saved = load_model(model, CPU)
     with make_store(options, saved, place) as store, make_engine(options, saved, store) as engine:
@@ -471,7 +471,7 @@ def changing(model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str
 
 @pytest.mark.slow
 def test_changes_of_the_model_while_it_is_served(model: Path, tmp_path: Path) -> None:
-    """A signal and a path of the administrator change it; damaged files change nothing."""
+    """A signal or an administrator's request changes the model; damaged files have no effect."""
     good = model.read_bytes()
     events = [(ITEMS[3], NOW), (ITEMS[7], NOW + 60), (ITEMS[1], NOW + 70)]
     expected = [whole(load_model(model, CPU), events, ITEMS)]
@@ -590,7 +590,7 @@ def test_a_later_model_has_its_items_in_the_order_of_the_store(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_items_of_a_model_that_is_not_sound_are_not_noted(tmp_path: Path) -> None:
-    """Otherwise the sound model, which lacks them, could not be served again."""
+    """If they were stored, the valid model, which lacks them, could not be served again."""
     path, store = tmp_path / "model.pt", MemoryStore(10, LONGEST)
     save(path, 1, ITEMS[10:50])
     options = parse_arguments(None, ["--model", str(path)])

@@ -1,5 +1,5 @@
-"""Tests of the ranking example behind the server: probabilities are those of the trained model on
-the windows of its data, whatever was sent in which request.
+"""Tests of serving the ranking example: probabilities equal those of the trained model on the
+windows of its data, however the events are divided among requests.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def client(checkpoint: Path, paths: list[Path]) -> Iterator[Client]:
 
 @torch.no_grad()
 def whole(saved: SavedRanking, data: RankingData, user: int, start: int, request: int) -> Tensor:
-    """Returns the probabilities of a user's events from `request` on, after those from `start`."""
+    """Returns the probabilities of a user's events from `request` on, given those from `start`."""
     end = min(request + TARGETS, int(data.log.offsets[user + 1]))
     parts = (np.array([value]) for value in (user, start, request, end))
     return saved.model(data.batch(RankingWindows(*parts))).sigmoid()
@@ -120,7 +120,7 @@ def candidates_of(log: EventLog, first: int, last: int) -> list[int]:
 def test_probabilities_are_those_of_the_training_windows(
     client: Client, saved: SavedRanking, data: RankingData
 ) -> None:
-    """A user of the model, whose events come by and by, in a server that knows none of them."""
+    """A user of the model sends events gradually to a server that starts with none of them."""
     log, user = data.log, 5
     start, end = map(int, log.offsets[user : user + 2])
     assert end - start > HISTORY + 8
@@ -207,7 +207,7 @@ def candidates_of_items(log: EventLog, items: list[int]) -> list[int]:
 def test_requests_in_a_batch_are_those_alone(
     saved: SavedRanking, data: RankingData, target_group_size: int
 ) -> None:
-    """Each user's rows are their own; candidates see each other only within groups of training."""
+    """Users do not affect each other; candidates see each other only within groups of training."""
     config = saved.model.config
     model = RankingModel(replace(config, target_group_size=target_group_size)).eval()
     model.load_state_dict(saved.model.state_dict())
@@ -261,7 +261,7 @@ def test_a_cache_is_for_models_that_can_use_one(saved: SavedRanking) -> None:
 
 
 def test_histories_are_cut_to_what_training_had(saved: SavedRanking) -> None:
-    """There is no cache to spare, so a full history is always the very latest events."""
+    """Without a cache, a full history always has exactly the latest events."""
     served = ServedRanking(saved, 10)
     events = [(n % 90, 10**9 + n, n % 3) for n in range(3 * HISTORY)]
     with Engine(served, None) as engine, Engine(served, None) as other:
@@ -284,7 +284,7 @@ def test_rows_of_users(saved: SavedRanking) -> None:
 
 
 def test_users_who_share_a_row(saved: SavedRanking, log: EventLog) -> None:
-    """They share the one that they shared in training, where users had a hash."""
+    """Users share the embedding row that they shared in training, where users were hashed."""
     data = RankingData(log, HISTORY, TARGETS, held_out=3, user_buckets=7)
     config = replace(saved.model.config, sizes={**saved.model.config.sizes, "user": 7 + 1})
     served = ServedRanking(saved._replace(model=RankingModel(config)), 10)
@@ -297,7 +297,7 @@ def test_users_who_share_a_row(saved: SavedRanking, log: EventLog) -> None:
 def test_another_model_takes_over_if_it_has_the_same_tasks_and_actions(
     saved: SavedRanking, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Its scores are those of its own weights. Another one's answers would look otherwise."""
+    """The new model's scores are those of its weights; other tasks or actions are refused."""
     options = parse_arguments(None, ["--model", str(checkpoint)])
     state = torch.load(checkpoint, weights_only=True)
     state["model"]["head.3.bias"] += 1.0
@@ -378,7 +378,7 @@ def test_the_types_name_actions_and_tasks(client: Client, data: RankingData) -> 
 
 
 def test_a_model_without_ids_is_refused(saved: SavedRanking, tmp_path: Path) -> None:
-    save_ranking_model(tmp_path / "best.pt", saved.model)  # as before the ids were saved
+    save_ranking_model(tmp_path / "best.pt", saved.model)  # an old file, without ids
     assert is_ranking_model(tmp_path / "best.pt")
     with pytest.raises(ValueError, match="expected a model with the ids of its items and users"):
         load_saved_ranking(tmp_path / "best.pt", CPU)

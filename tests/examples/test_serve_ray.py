@@ -48,7 +48,7 @@ Events = list[tuple[int, int]]
 
 
 def build(replica: Replica, options: Any) -> Served:
-    """Returns what the example's `build` does, with two changes for the tests.
+    """Returns the result of the example's `build`, with two changes for the tests.
 
     A note in the store says of each user whose rows an engine frees that it did. A replica whose
     process the note "kill" names kills itself after it has stored events, before it answers.
@@ -81,7 +81,7 @@ class Cluster(NamedTuple):
     options: Any
 
     def stats(self) -> dict[int, dict[str, Any]]:
-        """Returns the statistics of each replica, by its process."""
+        """Returns the statistics of each replica, by process id."""
         handle = serve.get_deployment_handle("Replica", "default")
         found = handle.broadcast("stats").results(timeout_s=30, return_exceptions=True)
         return {one["pid"]: one for one in found if isinstance(one, dict)}
@@ -145,7 +145,7 @@ def some_events(rng: random.Random, at: int, most: int = 3) -> Events:
 
 
 def test_scores_are_those_of_one_engine(cluster: Cluster) -> None:
-    """With the affinity and without, so that a user's requests land on both replicas."""
+    """Without the affinity header, a user's requests are spread over both replicas."""
     rng = random.Random(1)
     requests: list[tuple[int, Events, list[int]]] = []
     latest = dict.fromkeys(range(1000, 1016), NOW)
@@ -199,7 +199,7 @@ def test_requests_of_a_user_go_to_one_replica(cluster: Cluster) -> None:
     assert [sorted(counts.values()) for counts in served_by.values()] == [[5]] * len(users)
     assert len({pid for counts in served_by.values() for pid in counts}) == 2
     again = sum(last[pid]["recomputed_tokens"] - first[pid]["recomputed_tokens"] for pid in last)
-    assert again == 4 * len(users)  # the last event before each request: all others were cached
+    assert again == 4 * len(users)  # the last event before each request; all others were cached
 
 
 def test_forgetting_reaches_all_replicas(cluster: Cluster, store: RedisStore) -> None:
@@ -249,8 +249,8 @@ class Writers:
 
     Attributes:
         sent: each user's requests.
-        answers: the scores that each of them was answered.
-        earlier: events that a user had before.
+        answers: the scores in the answer to each request.
+        earlier: events that each user had before.
     """
 
     def __init__(self, users: Iterable[int], earlier: dict[int, Events] | None = None) -> None:
@@ -259,7 +259,7 @@ class Writers:
         self.earlier = earlier or {}
 
     async def write(self, client: Client, user: int, enough: Callable[[], bool]) -> None:
-        """Sends requests until it is enough."""
+        """Sends requests until the writers are told to stop."""
         rng, at = random.Random(user), NOW + 1
         while not enough():
             self.sent[user].append(some_events(rng, at))
@@ -272,7 +272,7 @@ class Writers:
 
     @property
     def fewest(self) -> int:
-        """Returns how many answers each user has at least."""
+        """Returns the smallest number of answers of a user."""
         return min(map(len, self.answers.values()))
 
     def check(self, saved: SavedModel, store: RedisStore, most: int = 500) -> None:
@@ -290,7 +290,7 @@ class Writers:
 
 
 def test_a_replica_is_killed_under_load(cluster: Cluster, store: RedisStore) -> None:
-    """All requests are answered, rightly; all events are stored once; a new replica comes."""
+    """All answers are correct, all events are stored once, and Ray starts a new replica."""
     users = range(4000, 4016)
     before = cluster.stats()
     first = [(ITEMS[0], NOW)]
@@ -315,7 +315,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, store: RedisStore) -> 
         return client.sent
 
     attempts = asyncio.run(run())
-    # What the killed replica had stored and not answered was asked for again.
+    # Requests that the killed replica had stored but not answered were retried.
     assert attempts > sum(map(len, writers.answers.values()))
     assert writers.fewest > 9
     writers.check(cluster.saved, store)
@@ -328,7 +328,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, store: RedisStore) -> 
 
 
 def process_of_ray(name: str) -> int | None:
-    """Returns the process of an actor, of which there is one or none."""
+    """Returns the process of an actor, or None; there is at most one."""
     return next(iter(processes_of_ray(name)), None)
 
 
@@ -336,7 +336,7 @@ def process_of_ray(name: str) -> int | None:
 def test_a_process_of_ray_is_killed_under_load(
     name: str, first: int, cluster: Cluster, store: RedisStore
 ) -> None:
-    """Ray starts it again; all requests are answered, rightly, and all events are stored once."""
+    """Ray restarts the process; all answers are correct, and all events are stored once."""
     before, writers = process_of_ray(name), Writers(range(first, first + 8))
     assert before is not None
 
@@ -362,7 +362,7 @@ def test_a_process_of_ray_is_killed_under_load(
 # Ray warns that the period is shorter than its default interval of measuring, which is not used.
 @pytest.mark.filterwarnings("ignore:`look_back_period_s`:FutureWarning")
 def test_replicas_go_and_come_with_the_load(cluster: Cluster, store: RedisStore) -> None:
-    """No request fails at a replica that is drained, and none is answered wrongly afterwards."""
+    """No request fails while a replica drains, and all later answers are correct."""
     scaling = {
         "min_replicas": 1,
         "max_replicas": 2,
@@ -375,7 +375,7 @@ def test_replicas_go_and_come_with_the_load(cluster: Cluster, store: RedisStore)
     before, few, after = Writers(range(5000, 5024)), Writers([5100]), Writers(range(5200, 5224))
 
     async def replicas(client: Client, count: int, writers: Writers) -> int:
-        """Lets users write until there are so many replicas, and a while longer."""
+        """Lets users write until there are `count` replicas, and a while longer."""
         until, end = math.inf, time.monotonic() + 60
         tasks = writers.start(client, lambda: writers.fewest >= until)
         while len(pids := await asyncio.to_thread(cluster.stats)) != count:

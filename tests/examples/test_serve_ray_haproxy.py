@@ -42,7 +42,9 @@ QUEUE, BODY_BYTES = 4, 20_000
 
 
 def variables() -> dict[str, str]:
-    """Returns those of the example, with ports that no other HAProxy has and less patience."""
+    """Returns the example's environment variables, with free ports for HAProxy and a shorter
+    client timeout.
+    """
     ports = random.sample(range(20_000, 30_000), 2)
     return variables_of_ray() | {
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports[0]),
@@ -116,7 +118,7 @@ def test_what_is_too_much_is_refused(site: Site) -> None:
 
 @pytest.mark.documented
 def test_replicas_that_serve_have_the_priority_of_other_processes(site: Site) -> None:
-    """They start with the niceness that the YAML gives them."""
+    """Replicas start with the higher niceness of the YAML file, and then get the normal one."""
     here = os.getpriority(os.PRIO_PROCESS, 0)
     try:
         os.setpriority(os.PRIO_PROCESS, 0, here - 1)
@@ -133,10 +135,10 @@ def test_replicas_that_serve_have_the_priority_of_other_processes(site: Site) ->
 
 @pytest.mark.faults
 def test_replicas_change_their_model_in_place(site: Site) -> None:
-    """The processes stay, no request fails, and a model that cannot be served changes nothing."""
+    """The processes stay, no request fails, and an invalid model has no effect."""
 
     def deploy(retrained: str | None, outcome: str) -> None:
-        """Returns when both replicas have one more model of that outcome."""
+        """Deploys a model; returns when both replicas have counted one more change of `outcome`."""
         before = replicas_of(site, "hstu_model_changes", outcome=outcome)
         site.deploy("first.pt", is_running, retrained)
         end = time.monotonic() + 60
@@ -162,8 +164,8 @@ def test_replicas_change_their_model_in_place(site: Site) -> None:
         assert re.search(f"The model has not been changed to that of .*{why}", site.log())
     assert set(processes_of_ray(REPLICA)) == replicas
 
-    # Clients that ask again are answered while a replica is killed, and the one that Ray starts in
-    # its place serves the model that is deployed. No acknowledged event is lost.
+    # Clients that retry are answered while a replica is killed, and the new replica that Ray starts
+    # serves the deployed model. No acknowledged event is lost.
     site.deploy("first.pt", is_running, "retrained.pt")
 
     def kill() -> None:
@@ -173,14 +175,14 @@ def test_replicas_change_their_model_in_place(site: Site) -> None:
     used = users.meanwhile(kill, attempts=40)
     assert {number for numbers in used for number in numbers} == {2}
 
-    # Without a user_config the model of the arguments takes over again.
+    # Without a user_config the model of the arguments is served again.
     used = users.meanwhile(lambda: deploy(None, "taken over"))
     assert {numbers[-1] for numbers in used} == {0}
 
 
 @pytest.mark.documented
 def test_a_model_takes_over_under_load_and_the_one_before_again(site: Site) -> None:
-    """Each answer is of one model, on the events that it knows; no request fails."""
+    """Each answer is that of one model, for the events on its items; no request fails."""
     users = Users(site, range(4000, 4006))
     replicas = set(processes_of_ray(REPLICA))
     used = users.meanwhile(lambda: site.deploy("later.pt", is_running, by_command=True))

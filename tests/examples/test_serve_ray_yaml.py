@@ -1,4 +1,4 @@
-"""Tests of examples/serve_ray.yaml, of which `serve run` and `serve deploy` make replicas."""
+"""Tests of examples/serve_ray.yaml, which `serve run` and `serve deploy` deploy."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_ranking_model_answers_as_in_one_process(site: Site, ranking: Engine) 
 
 
 def test_overload_is_answered_503_with_retry_after(site: Site, ranking: Engine) -> None:
-    """Ray's proxy refuses what neither replicas nor its queue take; who asks again is served."""
+    """Ray's proxy refuses requests beyond the replicas' limits and its queue; retries succeed."""
     plain, headers = http_client.Client(site.address), {"Authorization": f"Bearer {TOKEN}"}
     event = {"item": ITEMS[0], "time": NOW, "actions": []}
     expected = ranked(ranking, 1000, [(ITEMS[0], NOW, [])], ITEMS)
@@ -169,7 +169,7 @@ def test_time_in_the_proxy_counts_for_the_deadline(site: Site) -> None:
         )
         slow = stack.enter_context(socket.create_connection((plain.host, plain.port), 60))
         slow.sendall(head.encode() + text[:9])
-        time.sleep(0.3)  # the replica has it
+        time.sleep(0.3)  # until the replica has the request
         waiting = pool.submit(send, 500)
         time.sleep(1.0)
         slow.sendall(text[9:])
@@ -180,7 +180,7 @@ def test_time_in_the_proxy_counts_for_the_deadline(site: Site) -> None:
 
 
 def test_bodies_and_connections_are_limited(site: Site) -> None:
-    """A body by the replica, even if it does not tell its length; the others by the proxy."""
+    """The replica limits bodies, even without a stated length; the proxy limits the others."""
     plain = http_client.Client(site.address)
     for size in ({}, {"encode_chunked": True}):
         chunks = [b" " * BODY_BYTES, b" "] if size else [b" " * (BODY_BYTES + 1)]
@@ -199,7 +199,7 @@ def test_bodies_and_connections_are_limited(site: Site) -> None:
         refused = [answer for connection in silent if (answer := connection.recv(1000))]
         lines = [connection.recv(1000).split(b"\r\n")[0] for connection in slow]
     assert lines == [b"HTTP/1.1 408 Request Timeout", b""]
-    assert 7 <= len(refused) < CONNECTIONS  # connections of the tests before may still be open
+    assert 7 <= len(refused) < CONNECTIONS  # connections of earlier tests may still be open
     for answer in refused:
         assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
     assert plain.send("GET", "/health")[0] == 200
@@ -224,7 +224,7 @@ def test_metrics_are_those_of_each_replica(site: Site) -> None:
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_a_process_of_the_head_is_killed_under_load(site: Site, name: str) -> None:
-    """The service ends, which the log says; the next one has all events that were acknowledged."""
+    """The service ends, which is logged; the next service has all acknowledged events."""
     users = Users(site, range(5000, 5006) if name == "raylet" else range(5100, 5106))
     del site.config["applications"][1:]  # The next service has one application.
 

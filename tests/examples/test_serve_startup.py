@@ -34,7 +34,7 @@ Place = tuple[str, Callable[[], int]]
 
 @pytest.fixture(params=["sqlite", "redis"])
 def places(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Place]]:
-    """Two places of stores, each with what counts the bytes that are read from it."""
+    """The locations of two stores, each with a function that counts the bytes read from it."""
     if request.param == "sqlite":
         if not COUNTS.exists():
             pytest.skip("needs the counts of bytes that Linux keeps of a process")
@@ -56,7 +56,9 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Plac
 
 @pytest.mark.slow
 def test_a_start_reads_nothing_of_the_users(places: list[Place], tmp_path: Path) -> None:
-    """It reads as much with 100,000 events of 20,000 users as with none, and no data again."""
+    """A start reads equally many bytes with 100,000 events of 20,000 users as with none, and does
+    not read the data again.
+    """
     path, data = tmp_path / "best.pt", tmp_path / "ratings.dat"
     save(path, 1)
     data.write_text("whoever reads this fails")
@@ -80,7 +82,7 @@ def test_a_start_reads_nothing_of_the_users(places: list[Place], tmp_path: Path)
                     engine.score(users // 2, [], [1, 2])
                     assert engine.stats().recomputed_tokens == EVENTS
     assert abs(read[3] - read[1]) < 2**16
-    # The control reads all users, so the measure would notice a start that does.
+    # A control: reading all users is noticed by the measurement.
     place, count = places[1]
     before = count()
     with open_store(place, EVENTS) as store:

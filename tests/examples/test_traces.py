@@ -51,10 +51,10 @@ def collector(requests: list[Any]) -> Iterator[str]:
 def test_the_spans_of_the_engine_are_below_those_of_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FastAPI exports them as it is told by the environment, those left at SIGTERM among them."""
+    """FastAPI exports spans as the environment configures, including those pending at SIGTERM."""
     save(tmp_path / "best.pt", 1)
     exported: list[Any] = []
-    caller = f"00-{7:032x}-{9:016x}-01"  # the trace and the span of who sends the second request
+    caller = f"00-{7:032x}-{9:016x}-01"  # the trace and span of the second request's sender
     with collector(exported) as address:
         monkeypatch.setenv("FASTAPI_OTEL_AUTO_CONFIGURE", "true")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)

@@ -50,7 +50,7 @@ SIZE = {"num_users": 40, "num_items": 100, "mean_events": 24}
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Such small tensors gain nothing from more threads, and wait for them on a busy machine."""
+    """Limits torch to one thread: more do not speed up small tensors, and may wait for a core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -132,7 +132,7 @@ def test_a_run_from_end_to_end(
     assert json.loads((out / "metrics.json").read_text()) == rows
     assert curves(out / "tensorboard") == shown
 
-    # A checkpoint is not continued with other options.
+    # A run is not resumed with other options.
     assert train_ranking.main([*arguments, "--resume", "--targets", "5"]) == 1
     assert "was made with targets = 6, this run has 5" in capsys.readouterr().err
 
@@ -183,7 +183,7 @@ def test_ratings_divided_by_time(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rows = json.loads((out / "metrics.json").read_text())
     assert list(rows) == ["base rate", "item rate", "item and user rate", "HSTU"]
     assert set(rows["HSTU"]) == {"auc/rating_4", "ne/rating_4", "auc/rating_5", "ne/rating_5"}
-    # Which events are held out is a part of the run.
+    # A run cannot be resumed with other held-out events.
     assert train_ranking.main([*arguments[:-1], "0.2", "--resume"]) == 1
     assert "was made with held_out_share = 0.1, this run has 0.2" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -193,8 +193,8 @@ def test_ratings_divided_by_time(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_it_learns_what_no_rate_tells(tmp_path: Path) -> None:
-    """Users act by a mood that changes now and then. Only their latest actions tell it; rates of
-    items tell nothing, and those of users little.
+    """The users' actions depend on a mood that changes at times. Only their latest actions reveal
+    it; the rates of items are uninformative, and those of users almost so.
     """
     generator = random.Random(torch.initial_seed())
     lines = []
@@ -402,7 +402,7 @@ def test_gradients_are_clipped_where_they_are_finite() -> None:
 
 
 def test_gradients_of_ranks_are_those_of_one(logs: list[str], tmp_path: Path) -> None:
-    """The ranks' gradients add up to those of one process, as losses are sums."""
+    """The ranks' gradients add up to those of one process, because losses are sums."""
     arguments = [*SMALL, *logs, "--dropout", "0", "--out", str(tmp_path)]
     options = train_ranking.parse_arguments(arguments)
     data = RankingData(open_event_log([Path(path) for path in logs[1:]]), 12, 6, 3, 1000)

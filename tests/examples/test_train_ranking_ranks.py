@@ -1,5 +1,5 @@
-"""Tests of the ranking example on several ranks: it computes what one rank does, and can be
-killed, continued and stopped.
+"""Tests of the ranking example on several ranks: the results equal those of one rank, and a run can
+be killed, resumed and stopped.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SMALL = [
 ]
 ROWS = 100  # rows of an evaluation batch, so that there are several batches
 
-# Two runs whose sums are in another order differ by fp32 rounding, which AdamW carries on from step
-# to step; a wrong weight of a rank's part shows in the third digit.
+# Runs with different orders of summation differ by fp32 rounding, which AdamW accumulates over the
+# steps; a wrong weight of a rank's part changes the third digit.
 TOLERANCE = {"rel": 2e-5, "abs": 2e-5}
 
 
@@ -215,7 +215,7 @@ def test_ranks_refuse_a_directory_together(logs: list[str], one: Path, tmp_path:
 
 
 def test_ranks_train_a_finished_run_on(logs: list[str], one: Path, tmp_path: Path) -> None:
-    """Two ranks train the finished run of one rank on."""
+    """Two ranks train the finished run of one rank for more epochs."""
     out = Path(shutil.copytree(one, tmp_path / "run"))
     more = ["--resume", "--steps", str(STEPS + 8)]
     first, _ = on_ranks(2, [*logs, "--device", "cpu", *more], out)
@@ -289,7 +289,7 @@ def torchrun(arguments: list[str], **named: Any) -> subprocess.Popen[str]:
 
 
 def ranks_of(run: subprocess.Popen[str]) -> list[int]:
-    """Returns the processes that torchrun has started."""
+    """Returns the processes of the ranks that torchrun has started."""
     found = []
     for children in Path(f"/proc/{run.pid}/task").glob("*/children"):
         found += [int(pid) for pid in children.read_text().split()]

@@ -111,7 +111,7 @@ def test_ranks_of_ties_and_nan() -> None:
 
 
 def test_a_target_that_the_ranking_leaves_out_is_a_miss() -> None:
-    """Also where the catalog is small, and most of it is left out with the target."""
+    """This also holds if the catalog is small, and most of it is left out with the target."""
     scores = torch.tensor([[-math.inf, -math.inf, -math.inf, 1.0], [0.0, -math.inf, 2.0, 1.0]])
     metrics = metrics_of_ranks(ranks_of_targets(scores, torch.tensor([0, 0])))
     assert (metrics.hit_rate_200, metrics.mrr) == (0.5, 1 / 6)
@@ -128,7 +128,7 @@ def test_evaluation_against_brute_force(
     limit: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Random numbers may be equal, and then the brute force takes one for the better.
+    # Random scores may be equal, and then the brute force prefers one of them.
     table = torch.rand(log.num_users, log.num_items).argsort(dim=1).float()
     max_seq_len = 10  # shorter than the histories
 
@@ -145,7 +145,7 @@ def test_evaluation_against_brute_force(
         device=torch.device("cpu"),
     )
     metrics = evaluate(scorer)
-    assert evaluate(scorer) == metrics  # of batches that are kept, or made again
+    assert evaluate(scorer) == metrics  # whether batches are cached or made again
     assert (evaluate._kept is None) == (limit == "KEPT_ROWS")
     rankings, targets = [], []
     for user, events in enumerate(histories(log)):
@@ -213,7 +213,7 @@ def small_model(l2_normalize: bool = True) -> RetrievalModel:
 def test_sampled_softmax_loss(
     l2_normalize: bool, per_row: bool, few_items: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The losses and the gradients, in parts of 40, of 7 and of 1 rows."""
+    """Checks losses and gradients, computed in chunks of 40, of 7 and of 1 rows."""
     monkeypatch.setattr(model_module, "PART_ELEMENTS", part)
     monkeypatch.setattr(model_module, "FEW_ITEMS", few_items)
     model = small_model(l2_normalize).double()
@@ -243,7 +243,7 @@ def test_sampled_softmax_loss(
 def test_negatives_per_row_are_taken_in_parts(
     few_items: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No tensor of the forward or the backward has the vectors of all negatives."""
+    """No tensor of the forward or the backward holds the vectors of all negatives at once."""
     rows, negatives, limit = 200, 50, 2**14
     monkeypatch.setattr(model_module, "PART_ELEMENTS", limit)
     monkeypatch.setattr(model_module, "FEW_ITEMS", few_items)
@@ -330,7 +330,7 @@ def test_a_run_from_end_to_end(
     assert "Continuing after step 24 of 24" in capsys.readouterr().out
     assert json.loads((out / "metrics.json").read_text()) == rows
 
-    # A checkpoint is not continued with other options.
+    # A run is not resumed with other options.
     assert train_retrieval.main([*arguments, "--resume", "--dropout", "0.5"]) == 1
     assert "was made with dropout = 0.2, this run has 0.5" in capsys.readouterr().err
 

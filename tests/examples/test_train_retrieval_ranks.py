@@ -21,15 +21,15 @@ from tests.helpers.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 
-USERS = 40  # of which the last batch has one, and other ranks none
-ITEMS = 101  # a number that ranks do not divide
+USERS = 40  # the last batch has one user, so that other ranks have none
+ITEMS = 101  # not divisible by the number of ranks
 SMALL = [
     *("--dim", "16", "--layers", "1", "--heads", "1", "--max-seq-len", "20", "--negatives", "40"),
     *("--sequences-per-batch", "13", "--dropout", "0", "--eval-every", "4"),
     *("--checkpoint-every", "4", "--schedule", "constant", "--device", "cpu", "--no-baselines"),
 ]
 BEGUN, STEPS = 4, 12
-TOLERANCE = {"rel": 1e-4, "abs": 1e-4}  # sums in another order, which AdamW carries on
+TOLERANCE = {"rel": 1e-4, "abs": 1e-4}  # for other orders of summation, over steps of AdamW
 SASREC = ["--model", "sasrec", "--negatives-per", "batch"]
 HSTU = ["--negatives-per", "row", "--protocol", "published"]
 
@@ -41,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def steps_of(data: list[str], out: Path, steps: int, number: int, more: list[str]) -> str:
-    """Trains on some ranks to a step; returns what the first of them prints."""
+    """Trains on some ranks up to a step; returns the output of the first rank."""
     arguments = [*data, *more, "--resume", "--out", str(out), "--steps", str(steps)]
     first, *others = run_ranks(number, train, arguments)
     assert [each.error for each in (first, *others)] == [None] * number
@@ -62,7 +62,7 @@ def read(out: Path, name: str) -> Any:
 def test_ranks_continue_a_run_as_one(
     model: list[str], divided: str, data: list[str], tmp_path: Path
 ) -> None:
-    """Two and three ranks make the steps of one; one continues from what they have saved."""
+    """Two and three ranks make the same steps as one; one rank resumes from their checkpoint."""
     torch.set_num_threads(1)
     steps_of(data, tmp_path / "one", BEGUN, 1, model)
     shutil.copytree(tmp_path / "one", tmp_path / "many")
@@ -84,7 +84,7 @@ def test_ranks_continue_a_run_as_one(
 
 
 def test_what_a_rank_has(data: list[str], tmp_path: Path) -> None:
-    """Each rank has a part of the table and of the optimizer's state; a file has the whole."""
+    """Each rank has a part of the table and of the optimizer's state; files have the whole."""
     arguments = [*data, *HSTU, "--out", str(tmp_path), "--steps", str(BEGUN)]
     printed = steps_of(data, tmp_path, BEGUN, 2, HSTU)
     assert "watched last (newest first)" in printed

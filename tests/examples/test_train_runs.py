@@ -1,5 +1,5 @@
-"""Tests of what the training examples keep when a command is repeated: no run is replaced, a
-finished run is trained on, and a wrong command fails before it costs anything.
+"""Tests of repeating a command of the training examples: no run is replaced, a finished run can be
+trained for more epochs, and an invalid command fails before it does any work.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def test_an_interrupt_leaves_a_run_as_it_was(
 def test_a_start_that_made_nothing_is_no_run(
     example: ModuleType, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that was stopped before it trained starts from nothing, also with other options, and
+    """A run that was stopped before training can start again, also with other options, and then
     computes its baselines again.
     """
     run = arguments(example, ratings, tmp_path / "run")
@@ -187,7 +187,7 @@ def test_a_start_that_made_nothing_is_no_run(
 def test_best_changes_only_for_a_better_one(
     ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best model may be newer than the checkpoint from which the run continues."""
+    """The saved best model may be newer than the checkpoint from which the run resumes."""
     out = tmp_path / "run"
     run = arguments(train_retrieval, ratings, out, "--no-baselines", "--eval-every", "3")
     by_step = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.2, 15: 0.1, 18: 0.4, 21: 0.2, 24: 0.3}
@@ -274,7 +274,7 @@ def test_a_full_disk_is_said_with_the_path(
 def test_a_full_disk_for_preprocessed_data(
     example: ModuleType, ratings: Path, tmp_path: Path
 ) -> None:
-    """The system's limit of a file's size stands for a full disk; the error is the same."""
+    """The system's file size limit simulates a full disk; the error is the same."""
     cache = tmp_path / "cache"
     program = [sys.executable, str(EXAMPLES / f"{example.__name__}.py")]
     result = subprocess.run(
@@ -481,8 +481,8 @@ def test_a_finished_run_is_trained_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A longer run has its own learning rates and gives the same results if it is interrupted; a
-    shorter one is refused.
+    """A longer run has its own learning rates, and an interruption does not change its results; a
+    shorter run is refused.
     """
     longer = 36
     first = json.loads((finished / "history.json").read_text())
@@ -539,7 +539,7 @@ def test_a_constant_rate_does_not_depend_on_the_steps(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A run that is trained on has the losses, rates and metrics of one that was that long."""
+    """An extended run has the losses, rates and metrics of a run of that length."""
     longer = 32
     whole, continued = tmp_path / "whole", tmp_path / "continued"
     constant = ("--schedule", "constant", "--no-baselines")
@@ -567,7 +567,7 @@ def test_a_run_from_before_an_option_existed_is_continued(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its checkpoints have no values of those options, and what it did is their default."""
+    """Its checkpoints lack these options, whose defaults are the behavior of the old run."""
     made_with = json.loads((finished / "run.json").read_text())
     for name in EARLIER_VALUES:
         made_with.pop(name, None)  # an option of one example is in its runs alone
@@ -616,7 +616,7 @@ def test_baselines_show_a_total_and_can_be_left_out(
     assert name == "HSTU"
     losses = json.loads((out / "history.json").read_text())["losses"]
 
-    # The same run computes them later, once.
+    # The same run computes the baselines later, once.
     total = EVALUATIONS[example.__name__]
     assert example.main([*run, "--resume"]) == 0
     assert f"{total}/{total} [" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from hstu_attn.distributed import Checkpoints
 
 
 def newest_checkpoint(out: Path) -> dict[str, Any]:
-    """Returns the tensors of an example's newest checkpoint, gathered: "model" and "optimizers"."""
+    """Returns the gathered tensors of an example's newest checkpoint: "model" and "optimizers"."""
     checkpoints = Checkpoints(out / "checkpoints")
     path = checkpoints.directory / f"step-{max(checkpoints.steps()):012d}"
     together = out / "together.pt"

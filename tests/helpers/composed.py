@@ -1,4 +1,4 @@
-"""The composition of torch's functions as a function like `hstu_attention`, on any device."""
+"""Attention composed of torch functions, called like `hstu_attention`, on any device."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def composed_attention(
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, alpha: float, chunk: int = 1024) -> Tensor:
-    """Computes causal attention of padded `(batch, heads, length, head dim)` as anyone would.
+    """Computes causal attention of padded `(batch, heads, length, head dim)` in a simple way.
 
-    Speed is measured against this. Autograd keeps what the backward needs, O(N^2) elements.
+    This is the baseline of speed. Autograd saves O(N^2) elements for the backward.
     """
     length = q.shape[2]
     results = []
@@ -89,7 +89,7 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, alpha: float, chunk: int 
 class Operations(TorchDispatchMode):
     """Counts operations that compute something, and the elements of the largest new tensor.
 
-    On a GPU each of them is at least one kernel. Views and allocations are left out.
+    On a GPU each operation is at least one kernel. Views and allocations are not counted.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Operations(TorchDispatchMode):
 
 
 def count_composed(batch: Batch) -> tuple[Operations, Operations]:
-    """Returns what the forward and the backward of a batch do, which may be without data."""
+    """Counts the operations of a batch's forward and backward; it may have meta tensors."""
     leaves = batch.q, batch.k, batch.v, *bias_tensors(batch.bias)
     arguments = {n: x for n, x in batch.options().items() if n not in ("bias", "paged_kv")}
     call = make_call(times=bias_times(batch.bias), **arguments)
@@ -131,9 +131,9 @@ def count_composed(batch: Batch) -> tuple[Operations, Operations]:
 
 
 def count_chunked(lengths: list[int], heads: int, dim: int) -> tuple[Operations, Operations]:
-    """Returns what `chunked_attention` does, forward and backward, without data.
+    """Counts the operations of `chunked_attention`, forward and backward, on meta tensors.
 
-    Sequences of equal lengths are one batch; others are computed one after the other.
+    Sequences of equal lengths are one batch; otherwise they are computed one by one.
     """
     count = len(lengths) if len(set(lengths)) == 1 else 1
     rows = [count * length for length in lengths[: len(lengths) // count]]
@@ -156,12 +156,12 @@ def count_chunked(lengths: list[int], heads: int, dim: int) -> tuple[Operations,
 
 
 def attention_of(device: str) -> Callable[..., Tensor]:
-    """Returns what reaches the composition: on a GPU the public function, which C++ hands to it."""
+    """Returns the function that calls the composition: on a GPU, through C++, the public one."""
     return hstu_attention if device == "cuda" else composed_attention
 
 
 def group_in_order(patch: pytest.MonkeyPatch) -> None:
-    """Makes a CPU divide sequences as a GPU does: without reading their lengths."""
+    """Makes the CPU group sequences as a GPU does, without reading their lengths."""
 
     def divide(batch: slots.Batch, ranges: Any) -> Iterator[Any]:
         return batch._in_order(ranges, composed.CHUNK_ELEMENTS // 4)

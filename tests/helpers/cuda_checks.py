@@ -1,4 +1,4 @@
-"""Checks that tests of GPU kernels in several files use."""
+"""Checks shared by the tests of GPU kernels."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def random_dout(batch: Batch) -> torch.Tensor:
 def check(batch: Batch, **extra: Any) -> None:
     """Checks a batch with both orders of summation in the backward.
 
-    The second call has 4 multiprocessors, so that small batches get the tiles and the list of work
-    tiles of large ones.
+    The second call is limited to 4 multiprocessors, so that small batches use the tile sizes and
+    the list of work tiles of large batches.
     """
     check_against_reference(hstu_attention, batch, **extra)
     margin = torch.cuda.get_device_properties(0).multi_processor_count - 4

@@ -1,4 +1,4 @@
-"""A plugin of pytest for the processes that run tests: the device, threads, seeds and skipping."""
+"""A pytest plugin for the processes that run tests: the device, threads, seeds and skipping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import NO_GPU, NO_KERNELS, SEED_VARIABLE
 def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, min(torch.get_num_threads() // workers, 4)))
-    if workers > 1:  # programs that tests start share the processors with the other workers, too
+    if workers > 1:  # also for programs that tests start, since workers share the processors
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is first imported
@@ -31,7 +31,7 @@ def _why_no_gpu(kernels: bool = True) -> str | None:
 
 
 def _release_gpu_memory() -> None:
-    """Gives back what this process holds and no longer uses."""
+    """Releases the GPU memory that this process no longer uses."""
     for name in ("last_exc", "last_value", "last_traceback"):
         vars(sys).pop(name, None)  # pytest keeps the last failure, whose frames hold tensors
     gc.unfreeze()
@@ -50,7 +50,7 @@ def why_no_memory(gib: float) -> str | None:
 
 @pytest.hookimpl(trylast=True)  # after the choice of -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU, one case of each test that needs one is kept, and is skipped for all."""
+    """Without a GPU, keeps one case of each test that needs one, whose skip stands for all."""
     if torch.cuda.is_available():
         return
     first: dict[str, pytest.Item] = {}
@@ -80,18 +80,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_search_of_what_stays() -> None:
-    """Collections of garbage pass over what a module finds: imported modules and all tests."""
+    """Makes garbage collection skip objects older than the module: imports and all tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
-    """Each test's inputs depend on the seed of the run and on the test's name alone."""
+    """Seeds the random generators from the seed of the run and the test's name alone."""
     seed = hash_of(os.environ[SEED_VARIABLE] + request.node.nodeid)
     if torch.cuda.is_available():
         torch.manual_seed(seed)
-    else:  # torch.manual_seed would note where it was called, for each kind of device
+    else:  # faster than torch.manual_seed, which records its stack for each kind of device
         torch.default_generator.manual_seed(seed)
 
 
@@ -105,7 +105,7 @@ def hash_of(text: str) -> int:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Makes gradients bitwise repeatable for tests that compare two calls, as on a CPU."""
+    """Makes gradients on a GPU bitwise deterministic, for tests that compare two calls."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,7 +1,7 @@
-"""Processes that run functions of tests together, as ranks of a process group.
+"""Pools of processes that run test functions as the ranks of a process group.
 
-They are started once for all tests that use the same number of them. A test sends them a
-function that can be imported and its arguments, and gets what each rank returned.
+A pool is started once for all tests with the same number of ranks. A test sends it an importable
+function and its arguments, and gets the result of each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=60)
-PRELOADED = ["hstu_attn.distributed", __name__]  # by the forkserver, which the first user starts
+PRELOADED = ["hstu_attn.distributed", __name__]  # by the forkserver, which the first pool starts
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 
 
@@ -31,7 +31,7 @@ class RankPool:
     """Processes that each are a rank of the default process group; with NCCL each has a GPU."""
 
     def __init__(self, number: int, backend: str) -> None:
-        # The forkserver imports torch once for all ranks; CUDA does not survive a fork.
+        # The forkserver imports torch once for all ranks; with CUDA, processes cannot fork.
         context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
         context.set_forkserver_preload(PRELOADED)
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -50,11 +50,11 @@ class RankPool:
             self.processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Returns what each rank returns of `function(*arguments)`, with generators of one seed.
+        """Returns each rank's result of `function(*arguments)`; all ranks start from one seed.
 
         Raises:
-            RuntimeError: if a rank failed; the text is its trace, and where the ranks were that
-                did not answer in time. The pool cannot be used then.
+            RuntimeError: if a rank failed; the message has its traceback, and the stacks of ranks
+                that did not answer in time. The pool cannot be used afterwards.
         """
         seed = int(torch.randint(2**31, ()))
         for pipe in self.pipes:
@@ -135,8 +135,8 @@ _pools: dict[tuple[int, str], RankPool] = {}
 def run_ranks(
     number: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo"
 ) -> list[Any]:
-    """Returns what each of `number` ranks returns of `function(*arguments)`. One rank is this
-    process, without a process group. Skips the test where NCCL has too few GPUs.
+    """Returns the result of `function(*arguments)` on each of `number` ranks. A single rank is
+    this process, without a process group. Skips the test if NCCL has too few GPUs.
     """
     if number == 1:
         return [function(*arguments)]
@@ -164,7 +164,7 @@ def device_type(backend: str) -> str:
 
 
 def free_port() -> int:
-    """Returns a TCP port of this machine on which nobody listens."""
+    """Returns an unused TCP port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

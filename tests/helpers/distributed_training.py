@@ -48,7 +48,7 @@ class Run:
 
 
 class SmallModel(nn.Module):
-    """Predicts the class of the next item, its number modulo the number of classes."""
+    """Predicts the class of the next item, which is the item id modulo the number of classes."""
 
     def __init__(self, mesh: DeviceMesh | None, run: Run) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Training:
         if dist.is_initialized():
             rank, num_ranks = dist.get_rank(), dist.get_world_size()
             self.mesh = init_device_mesh(device_type(run.backend), (num_ranks,))
-        # Ranks other than the first start with other weights, which must be overwritten.
+        # Ranks start with different weights; those of the first rank must overwrite the others.
         torch.manual_seed(run.data_seed + rank)
         self.model = parallelize(
             SmallModel(self.mesh, run), self.mesh, run.strategy, compute_dtype=run.compute_dtype
@@ -141,7 +141,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train(run: Run, number: int) -> dict[str, Any]:
-    """Returns the losses, norms and parameters of a run of `number` steps."""
+    """Returns the losses, gradient norms and parameters of a run of `number` steps."""
     training = Training(run)
     losses, norms = zip(*training.steps(number), strict=True)
     return {"losses": losses, "norms": norms, "parameters": training.parameters()}

@@ -1,4 +1,4 @@
-"""The code and the commands in README.md, CONTRIBUTING.md and docs/, and where they are run."""
+"""Finds the code and commands in README.md, CONTRIBUTING.md and docs/, and runs commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.paths import ROOT
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [*ROOT.glob("*.md"), ROOT / "third_party/README.md", *DOCS]
-# docs/distributed.md has the outline of a program; all other code is complete.
+# Pages with complete programs; docs/distributed.md has only the outline of one.
 COMPLETE = [page for page in TEXTS if page.name != "distributed.md"]
 
 
@@ -39,7 +39,7 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 
 def make_checkout(path: Path) -> Path:
-    """Makes this tree as it is after `make install`; .venv is this process's environment."""
+    """Copies this tree as it is after `make install`; .venv is this process's environment."""
     for name in ("Makefile", "benchmarks", "csrc", "examples", "hstu_attn"):
         (path / name).symlink_to(ROOT / name)
     programs = path / ".venv/bin"
@@ -52,7 +52,7 @@ def make_checkout(path: Path) -> Path:
 
 
 def save_some_model(path: Path, items: list[int]) -> None:
-    """Saves an untrained model of a catalog, as train_retrieval.py saves its best."""
+    """Saves an untrained model for these items, as train_retrieval.py saves its best model."""
     from recommender.model import RetrievalModel
     from recommender.saved import save_model
 

@@ -1,6 +1,6 @@
-"""A plugin of pytest that prints a failure when a worker of xdist reports it.
+"""A pytest plugin that prints a failure as soon as an xdist worker reports it.
 
-pytest prints it at the end, which a run that is cut off does not reach.
+pytest itself prints failures at the end, which an interrupted run does not reach.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A CPU in the place of a GPU, for tests of benchmarks."""
+"""A fake GPU that runs on the CPU, for tests of benchmarks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from benchmarks.gpu import Gpu
 
 
 class FakeGpu(Gpu):
-    """Runs calls on the CPU and makes up what only a GPU can measure, and times."""
+    """Runs calls on the CPU; times and other GPU measurements are fixed values."""
 
     device = "cpu"
-    MS, HOST_US = 2.0, 30.0  # what each call takes
+    MS, HOST_US = 2.0, 30.0  # the times of each call
 
     def __init__(self) -> None:
         self.name = "fake"

@@ -30,7 +30,8 @@ def accuracy_batch(kind: str, dim: int, lengths: list[int], **options: Any) -> B
         if kind == "silu":
             tensor.copy_(F.silu(tensor.float()))
         elif kind == "outliers":
-            # NOTE: in other rows of each tensor. No single weight decides a row's error.
+            # NOTE: outliers are in different rows of each tensor, so that no single weight
+            # dominates a row's error.
             tensor.view(-1)[17 * n * dim :: 101 * dim + 1] *= 30
     return batch
 
@@ -56,7 +57,7 @@ def to_device(x: Any, device: str) -> Any:
 
 
 def exact_and_emulated(batch: Batch, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns fp64 outputs of what e4m3 inputs stand for, without and with rounded weights."""
+    """Returns fp64 outputs of the dequantized inputs, without and with rounded weights."""
     inputs, sequences = (batch.q, batch.k, batch.v), (batch.cu_seqlens_q, batch.cu_seqlens_k)
     quantized = quantize_qkv(*inputs, *sequences, None, None, -1, False, *given.values())
     x = dequantize(quantized, *sequences, None, None, batch.q.shape[2], torch.float64)
@@ -69,9 +70,9 @@ def exact_and_emulated(batch: Batch, given: dict[str, Tensor]) -> tuple[Tensor, 
 def assert_gradients_of_kept_codes(
     batch: Batch, dout: Tensor, of_inputs: dict[str, Tensor]
 ) -> None:
-    """Checks a call with `keep="e4m3"`, where `of_inputs` are the results without.
+    """Checks a call with `keep="e4m3"`; `of_inputs` has the results without `keep`.
 
-    The gradients are those of what the codes stand for, up to the rounding of bf16.
+    The gradients must be those at the dequantized inputs, up to the rounding of bf16.
     """
     expected = run(reference.hstu_attention, to_device(batch, "cpu"), dout.cpu(), torch.float64)
     found = run(hstu_attention, batch, dout)

@@ -1,4 +1,4 @@
-"""The head dims that have CUDA kernels of their own."""
+"""The head dims for which CUDA kernels are compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example's HTTP server in this process, over a small model that can be held up."""
+"""The example's HTTP server in this process, with a small model that can be paused."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ EVENT = {"item": FIRST_ID + 1, "time": 5}
 
 
 class Running:
-    """A server, its engine, and a gate at which the model waits while it is closed.
+    """A server, its engine, and a gate that pauses the model while it is closed.
 
     Args:
-        engine: as `Engine` takes them, how the engine is made.
-        arguments: the command line of the server; the model of the file is not used.
+        engine: keyword arguments of `Engine`.
+        arguments: the command line of the server; its model file is not used.
     """
 
     def __init__(self, engine: dict[str, Any], *arguments: str) -> None:
@@ -60,7 +60,7 @@ class Running:
         self.thread.start()
 
     def hold(self) -> None:
-        """Lets the next batch wait until `release`."""
+        """Makes the next batch wait until `release`."""
         self.opened.clear()
         self.reached.clear()
 
@@ -68,7 +68,7 @@ class Running:
         self.opened.set()
 
     def wait_for(self, **levels: float) -> None:
-        """Waits until the engine's statistics are so."""
+        """Waits until the engine's statistics have these values."""
         limit = time.monotonic() + 10
         while any(getattr(self.engine.stats(), name) != value for name, value in levels.items()):
             assert time.monotonic() < limit, self.engine.stats()
@@ -84,7 +84,7 @@ class Running:
 
 @contextmanager
 def running(*arguments: str, **engine: Any) -> Iterator[Running]:
-    """Runs a server; the arguments are its command line, and the keywords those of its engine."""
+    """Runs a server with this command line; keyword arguments are passed to its engine."""
     server = Running(engine, *arguments)
     try:
         yield server
@@ -93,5 +93,5 @@ def running(*arguments: str, **engine: Any) -> Iterator[Running]:
 
 
 def body(user: int, **more: Any) -> dict[str, Any]:
-    """Returns a request that /score takes."""
+    """Returns the body of a valid /score request."""
     return {"user": user, "events": [EVENT], "candidates": [FIRST_ID, FIRST_ID + 2], **more}

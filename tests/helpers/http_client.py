@@ -1,4 +1,4 @@
-"""The example's server in a process of its own, and a client of it."""
+"""The example's server in a separate process, and a client."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Client:
 
 
 def assert_retry_after(headers: Mapping[str, str], held_since: float) -> None:
-    """Asserts that a client shall try again in a second, or on a busy machine somewhat later.
+    """Asserts that Retry-After is a second, or somewhat longer on a busy machine.
 
-    The engine knows by how long the batch under way has taken, here since `held_since` on the clock
-    of `time.monotonic`, and who waits fills fewer than four batches.
+    The engine estimates it from the time that the running batch has taken, since `held_since` on
+    the clock of `time.monotonic`. Waiting requests fill fewer than four batches.
     """
     held = time.monotonic() - held_since
     assert 1 <= int(headers["Retry-After"]) <= max(1, math.ceil(4 * held))
@@ -75,9 +75,9 @@ def assert_retry_after(headers: Mapping[str, str], held_since: float) -> None:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """Runs the server as a user starts it, on the CPU; what it says on stderr is printed here.
+    """Runs the server as a user starts it, on the CPU; its stderr is printed here.
 
-    Events may have any time until now, unless the arguments say something else.
+    By default events may have any past time.
     """
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", "0"]

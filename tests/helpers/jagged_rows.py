@@ -1,4 +1,4 @@
-"""Packed sequences of rows, and their rows as lists, for the tests of `hstu_attn.jagged`."""
+"""Packed sequences, and their conversion to lists, for the tests of `hstu_attn.jagged`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sequences(values: Tensor, offsets: Tensor) -> list[list[Any]]:
 
 
 def assert_packed(values: Tensor, offsets: Tensor, expected: list[list[Any]]) -> None:
-    """Asserts that a tensor has these sequences, and zeros past them."""
+    """Asserts that a packed tensor holds these sequences, followed by zeros."""
     assert offsets.tolist() == to_offsets([len(rows) for rows in expected]).tolist()
     assert sequences(values, offsets) == expected
     assert not values[int(offsets[-1]) :].any()

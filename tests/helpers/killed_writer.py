@@ -1,4 +1,4 @@
-"""A process that saves checkpoints and kills itself while it writes one."""
+"""A process that kills itself while it saves a checkpoint."""
 
 from __future__ import annotations
 

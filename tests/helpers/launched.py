@@ -1,4 +1,4 @@
-"""A program for torchrun, which ends well or badly: launched.py HOW DIRECTORY."""
+"""A program for torchrun that succeeds or fails: launched.py HOW DIRECTORY."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(world: World) -> None:
 
 
 def threads() -> list[str]:
-    """The names of this process's threads."""
+    """Returns the names of this process's threads."""
     return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
 
 

@@ -1,6 +1,4 @@
-"""Layers and inputs of the layers' tests, and a plain layer, sequence by sequence, that they are
-compared with.
-"""
+"""Layers and inputs for the layer tests, and a reference layer that loops over sequences."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ CASES: dict[str, tuple[HSTULayerConfig, set[str]]] = {
 
 
 def make_inputs(config: HSTULayerConfig, names: set[str], dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the arguments of a call of the layer on the lengths above."""
+    """Returns the arguments of a call of the layer, for sequences of the lengths above."""
     lengths = torch.tensor(LENGTHS)
     total = int(lengths.sum())
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -246,7 +244,7 @@ def plain_layer(
 
 
 def with_config(layer: HSTULayer, **changes: Any) -> HSTULayer:
-    """Returns a layer with the same parameters and another configuration."""
+    """Returns a layer with the same parameters and a changed configuration."""
     other = copy.copy(layer)
     other.config = replace(layer.config, **changes)
     return other
@@ -258,9 +256,9 @@ def run(
     cotangent: Tensor,
     call: Callable[..., Tensor] = HSTULayer.__call__,
 ) -> dict[str, Tensor]:
-    """Returns the output and every gradient by name, without those that do not exist.
+    """Returns the output and all existing gradients by name.
 
-    `call` is given the layer and its arguments; it may be `plain_layer`.
+    `call` gets the layer and its arguments; it may be `plain_layer`.
     """
     x = inputs["x"].detach().requires_grad_()
     leaves = {"x": x, **dict(layer.named_parameters())}

@@ -1,4 +1,4 @@
-"""Helpers of the tests of the paged KV cache, whose keys and values are different integers."""
+"""Helpers for tests of the paged KV cache; all keys and values are different integers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ USERS = range(-3, 7)
 
 
 def make_cache(num_pages: int = 8, device: str = "cpu", **options: Any) -> PagedKVCache:
-    """Makes a cache of integers, so that what is read back can be compared bit for bit."""
+    """Makes a cache of integers, so that stored values can be compared bit for bit."""
     return PagedKVCache(LAYERS, num_pages, PAGE, HEADS, DIM, torch.int64, device, **options)
 
 
 def rows(layer: int, tokens: list[int]) -> torch.Tensor:
-    """Returns keys and values `(2, tokens, heads, dim)` that no other token or layer has."""
+    """Returns keys and values `(2, tokens, heads, dim)`, unique for each token and layer."""
     ids = torch.tensor(tokens, dtype=torch.int64) * LAYERS + layer
     values = ids[:, None] * (2 * HEADS * DIM) + torch.arange(2 * HEADS * DIM)
     return values.view(len(tokens), 2, HEADS, DIM).transpose(0, 1)
@@ -33,7 +33,7 @@ def append(step: CacheStep, tokens: list[int]) -> None:
 
 
 def read(pages: torch.Tensor, ids: list[int], length: int) -> torch.Tensor:
-    """Returns `(layers, 2, length, heads, dim)` of a user whose pages are `ids` of all `pages`."""
+    """Returns the `(layers, 2, length, heads, dim)` of a user whose pages have these `ids`."""
     held = pages[:, torch.tensor(ids, dtype=torch.int64, device=pages.device)].transpose(1, 2)
     return held.reshape(LAYERS, 2, -1, HEADS, DIM)[:, :, :length].cpu()
 
@@ -68,7 +68,7 @@ class Boom(Exception):
 
 @contextmanager
 def unchanged(cache: PagedKVCache, users: range):
-    """Checks that the failing call inside leaves the cache as it was."""
+    """Checks that the failing call inside the context does not change the cache."""
 
     def state() -> object:
         table = cache._table
@@ -83,7 +83,7 @@ def unchanged(cache: PagedKVCache, users: range):
 
 
 def fill(cache: PagedKVCache, **counts: int) -> None:
-    """Runs steps of one user each: `_3=20` gives user 3 twenty tokens."""
+    """Runs one step for each user: `_3=20` gives user 3 twenty tokens."""
     for name, count in counts.items():
         with cache.step([int(name[1:])], [count]) as step:
             append(step, list(range(count)))

@@ -1,4 +1,4 @@
-"""Paged calls for which the sm90 kernels divide keys among blocks in each of their ways."""
+"""Paged calls for each way in which the sm90 kernels divide keys among thread blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hstu_attn.testing import Batch
 
 __all__ = ["TILES", "with_tiles"]
 
-# On Hopper, blocks share the keys of a tile of rows if the shape of a call has few tiles: as a
-# cluster, or as splits through device memory. These are numbers of tiles.
+# On Hopper, blocks divide the keys of a tile of rows if the shape of a call has few tiles: within
+# a cluster, or as splits through device memory. The values are numbers of tiles.
 TILES = {"8 blocks": 10, "4 blocks": 30, "splits": 50, "two splits": 80, "1 block": 132}
 
 

@@ -1,4 +1,4 @@
-"""Pictures that tests do not look at."""
+"""Skips the rendering of figures that tests do not check."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["not_rendered"]
 
 @contextmanager
 def not_rendered() -> Iterator[None]:
-    """Training runs draw their figures and write the files, but matplotlib does not render them,
-    which takes as long as the training in a test. Pictures of benchmarks, which are saved by their
-    paths, are rendered.
+    """Training runs write the files of their figures, but matplotlib does not render them, because
+    rendering takes as long as the training of a test. Figures of benchmarks, which are saved to a
+    path, are rendered.
     """
     render = Figure.savefig
 

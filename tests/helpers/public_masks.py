@@ -1,6 +1,6 @@
 """The masks of the two public HSTU libraries, as plain loops over rows and columns.
 
-`hstu_attn.mask` is compared with these: the two share no code.
+They are the reference of `hstu_attn.mask`, and share no code with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def fbgemm_mask(
 
 
 def func_mask(bounds: list[int], row_position: int | None, length: int) -> list[bool]:
-    """Returns FBGEMM's arbitrary mask of a row: `bounds` are F0, F1, ...; optionally causal."""
+    """Returns FBGEMM's arbitrary mask of a row, whose `bounds` are F0, F1, ...; it is causal if
+    `row_position` is given.
+    """
     seen = [j < bounds[0] for j in range(length)]
     for n in range(1, len(bounds) // 2 + 1):
         for j in range(length):

@@ -1,4 +1,4 @@
-"""Functions that run the ranking example as ranks, in processes that tests have started."""
+"""Functions that run the ranking example on the ranks of a test's process pool."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def train(
 
     Args:
         arguments: the command line.
-        backend: that of the process group.
-        spoilt: the rank and the step whose loss is NaN.
+        backend: the backend of the process group.
+        spoilt: the rank and the step whose loss is replaced by NaN.
         rows: the number of rows of an evaluation batch.
     """
     world = this_world(backend)
@@ -92,7 +92,7 @@ def make_trainer(arguments: Sequence[str]) -> train_ranking.RankingTrainer:
 
 
 def evaluate(arguments: Sequence[str], path: str, rows: int) -> tuple[dict[str, float], int]:
-    """Returns a saved model's test metrics, and how many rows of the item table this rank has."""
+    """Returns a saved model's test metrics, and this rank's number of rows of the item table."""
     trainer = make_trainer(arguments)
     trainer.load_best(Path(path))
     kept = train_ranking.EVALUATION_ROWS
@@ -102,7 +102,7 @@ def evaluate(arguments: Sequence[str], path: str, rows: int) -> tuple[dict[str, 
     finally:
         train_ranking.EVALUATION_ROWS = kept
     tables = dict(trainer.model.named_parameters())
-    table = tables.get("embeddings.tables.item.weight", torch.empty(0))  # torchrec has another
+    table = tables.get("embeddings.tables.item.weight", torch.empty(0))  # not with torchrec
     return metrics, len(table.to_local() if isinstance(table, DTensor) else table)
 
 

@@ -1,4 +1,4 @@
-"""Calls of `torch.ops.hstu_attn.*` for a `Batch`, by the names of the schema."""
+"""Calls `torch.ops.hstu_attn.*` for a `Batch`, with the argument names of the schema."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hstu_attn.testing import Batch
 
 ops = torch.ops.hstu_attn
 
-# A bad argument raises one of these: newer releases of torch lose the type of a C++ exception.
+# The error of a bad argument: torch >= 2.15 turns C++ exceptions of any type into RuntimeError.
 BAD_ARGUMENT = ValueError if TorchVersion(torch.__version__) < (2, 15) else RuntimeError
 
 _PAGED = ("kv_cache", "page_offsets", "page_ids", "last_page_lens", "kv_scales")
 
 
 def arguments(batch: Batch, *, paged: bool) -> dict[str, Any]:
-    """Returns all arguments of the forward; `paged` adds those of the paged operators."""
+    """Returns all arguments of the forward; with `paged`, also those of the paged operators."""
     options = batch.options()
     bias, pages = options.pop("bias"), options.pop("paged_kv")
     result = {
@@ -58,6 +58,6 @@ def backward(
 def backward_out(
     batch: Batch, dout: torch.Tensor, gradients: dict[str, torch.Tensor | None], **changes: Any
 ) -> None:
-    """Writes `gradients`: dq, dk, dv, and drab, dpos_weight, dts_weight where wanted."""
+    """Computes into `gradients`: dq, dk, dv, and drab, dpos_weight, dts_weight if not None."""
     outputs = dict.fromkeys(("dq", "dk", "dv", "drab", "dpos_weight", "dts_weight")) | gradients
     ops.hstu_varlen_bwd_out(dout=dout, **{**arguments(batch, paged=False), **changes}, **outputs)

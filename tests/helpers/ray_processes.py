@@ -1,4 +1,4 @@
-"""The processes of Ray below that of the tests."""
+"""Finds Ray's processes among the descendants of the test process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from pathlib import Path
 
 
 def processes_below(pid: int) -> dict[int, str]:
-    """Returns the processes that one has started, and those that these have, with their commands.
-
-    A command is what the process says of itself, with its arguments.
-    """
+    """Returns the ids of a process's descendants, with their command lines from /proc."""
     parents, commands = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -29,9 +26,9 @@ def processes_below(pid: int) -> dict[int, str]:
 
 
 def processes_of_ray(name: str) -> list[int]:
-    """Returns the processes of the actors whose class begins with a name.
+    """Returns the process ids of the actors whose class name begins with `name`.
 
-    A memory-holder has the arguments of its replica, as these are in its memory.
+    Memory holders are left out; they have the same command line as their replica.
     """
 
     def is_holder(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Functions that run the retrieval example as ranks, in processes that tests have started."""
+"""Functions that run the retrieval example on the ranks of a test's process pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.ranking_ranks import Result, this_world
 
 
 def _first_items(num_items: int, shape: Sequence[int], **_: Any) -> Tensor:
-    """Stands in for `torch.randint`, so that all ranks draw the same negatives."""
+    """Replaces `torch.randint`, so that all ranks draw the same negatives."""
     return torch.arange(shape[-1]).remainder(num_items).expand(*shape)
 
 
@@ -51,11 +51,11 @@ def drawn(arguments: Sequence[str]) -> list[list[int]]:
 
 
 def tables(arguments: Sequence[str]) -> tuple[int, tuple[int, ...], int]:
-    """Says what this rank has of the item table of a run that it continues.
+    """Continues a run, and describes this rank's part of the item table.
 
     Returns:
-        How many rows it has, the shape of the scores of a batch, and how many numbers the
-        optimizer keeps of the gradients of those rows.
+        The number of this rank's rows, the shape of the scores of a batch, and the size of the
+        optimizer's first moments of these rows.
     """
     trainer = _trainer(arguments)
     with contextlib.redirect_stdout(io.StringIO()):

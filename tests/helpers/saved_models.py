@@ -1,5 +1,5 @@
-"""Small saved models of the example's server, the scores that it should answer by them, and what
-its store holds, for the tests that start servers.
+"""Small saved models for the example's server, its expected scores, and the contents of its store,
+for tests that start servers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hstu_attn.layer import HSTULayerConfig
 from hstu_attn.serving import EventStore
 
 ITEMS = [*range(100, 160)]
-LONGEST = 1000  # more than a test sends of a user
+LONGEST = 1000  # more events than any test sends for a user
 
 
 def save(path: Path, seed: int, items: Sequence[int] = ITEMS, layers: int = 2) -> None:
@@ -35,7 +35,7 @@ def save(path: Path, seed: int, items: Sequence[int] = ITEMS, layers: int = 2) -
 
 
 def whole(saved: SavedModel, events: Sequence[Sequence[int]], candidates: list[int]) -> list[float]:
-    """Returns the scores of items after events on items, by their ids, without a cache."""
+    """Returns the scores of candidates after events on items, computed without a cache."""
     number = {int(item): n for n, item in enumerate(saved.item_ids)}
     items = torch.tensor([number[event[0]] for event in events])
     times = torch.tensor([event[1] for event in events])
@@ -46,7 +46,7 @@ def whole(saved: SavedModel, events: Sequence[Sequence[int]], candidates: list[i
 
 
 def stored_events(store: EventStore, users: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """Returns the ids of items, and the times, of the users' stored events."""
+    """Returns each user's stored events as (item id, time)."""
     note = store.note(CATALOG)
     assert note is not None
     ids = json.loads(note)["items"]

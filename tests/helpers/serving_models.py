@@ -1,5 +1,5 @@
-"""Helpers of the tests of serving: small models of both kinds, which can be made to fail, and
-the answers that an engine should give for them.
+"""Helpers for the serving tests: small models of both kinds, which can be made to fail, and the
+expected answers of an engine.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def make_cache(
 
 
 class Gate:
-    """Holds up a model's computation until it is opened; that of batches with `item`, if given."""
+    """Pauses a model's computation, optionally only of batches with `item`, until it is opened."""
 
     def __init__(self, model: Any, item: int | None = None) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -183,7 +183,7 @@ class Gate:
 
 
 class Histories:
-    """The events that an engine should have of each user, and the scores that it should return."""
+    """The events of each user, and the scores that an engine should return for them."""
 
     def __init__(self, model: Any, drop: int = LONGEST // 8) -> None:
         self.model, self.drop = model, drop
@@ -210,14 +210,14 @@ def assert_close(scores: Tensor, expected: Tensor) -> None:
 
 
 def on_device(model: Any, device: str) -> Any:
-    """Returns the model on the device; a retrieval model is made again, since it has tensors that
-    its module does not move.
+    """Returns the model on the device; a retrieval model is rebuilt, because some of its tensors
+    are not moved by `Module.to`.
     """
     return Retrieval(model.model.to(device)) if isinstance(model, Retrieval) else model.to(device)
 
 
 def twin(name: str, model: Any, dtype: torch.dtype) -> Any:
-    """Returns a model of the same weights that computes in another dtype on the CPU."""
+    """Returns a model with the same weights that computes in `dtype` on the CPU."""
     other = make_model(name, dtype)
     inner = (lambda served: served.model) if name in RETRIEVAL else lambda served: served
     inner(other).load_state_dict(inner(model).state_dict())
@@ -225,26 +225,26 @@ def twin(name: str, model: Any, dtype: torch.dtype) -> Any:
 
 
 def assert_as_near(scores: Tensor, exact: Tensor, same_dtype_reference: Tensor) -> None:
-    """Asserts that scores are about as near to the exact ones as those of a reference.
+    """Asserts that scores are about as close to the exact ones as those of a reference.
 
-    Root mean squares of errors are compared. The largest error says less: a norm of almost equal
-    numbers magnifies a few, so that of two equally good computations one may have thrice the
-    other's. With 2,020 models of `check_answers` whose candidates are rows, on a CPU in bf16, the
-    logarithm of the ratio of root mean squares had a standard deviation of at most 0.10 among the
-    scores of a user, and the largest ratio was 1.60: a factor of 2 is seven deviations away. The
-    logarithm of the ratio of the largest errors had one of 0.3, and the largest ratio was 3.2.
+    Root mean squares of errors are compared. Largest errors are less reliable: normalizing almost
+    equal numbers magnifies a few errors, so those of equally good computations may differ by a
+    factor of 3. With 2,020 models of `check_answers` whose candidates are rows, on a CPU in bf16,
+    the logarithm of the ratio of root mean squares had a standard deviation of at most 0.10 among
+    the scores of a user, and the largest ratio was 1.60: a factor of 2 is seven deviations away.
+    For the largest errors the standard deviation was 0.3, and the largest ratio 3.2.
     """
     assert torch.isfinite(scores).all()
     error, reference_error = (
         (x.double() - exact).square().mean().sqrt().item() for x in (scores, same_dtype_reference)
     )
-    # The last term is for references that happen to be exact.
+    # The last term is for references that are exact by chance.
     allowed = 2 * reference_error + torch.finfo(torch.float32).eps * exact.abs().max().item()
     assert error <= allowed, f"scores: the error is {error:.3e}, at most {allowed:.3e} is allowed"
 
 
 def check_answers(name: str, dtype: torch.dtype, device: str, **options: Any) -> None:
-    """Checks that a user's scores with a cache are about as near to the exact ones as without."""
+    """Checks that scores with a cache are about as close to the exact ones as without a cache."""
     model = make_model(name, dtype)
     plain, exact = (Histories(twin(name, model, d)) for d in (dtype, torch.float64))
     rng = random.Random(0)

@@ -1,4 +1,4 @@
-"""The example's HTTP server in this process, over a saved model that can be held up or fail."""
+"""The example's HTTP server in this process, with a saved model that can be paused or fail."""
 
 from __future__ import annotations
 

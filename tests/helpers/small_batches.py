@@ -1,4 +1,4 @@
-"""The check of tests that compute-sanitizer runs."""
+"""A check on small batches, for tests that run under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def on_cpu(value: T) -> T:
 def check_small_batch(
     function: Callable[..., Tensor], batch: Batch, *, backward: bool = True, **extra: Any
 ) -> dict[str, Tensor]:
-    """Does what `check_against_reference` does, with the reference on the CPU.
+    """Does the same as `check_against_reference`, with the reference on the CPU.
 
-    A sanitizer then sees the kernels of `function` alone. initcheck does not see what TMA writes by
-    a tensor map and reports it as uninitialized when it is read: on compute capability 9.0 the
-    products of cuBLAS, which the reference needs, and the gradient of a dense bias, which is left
-    out here.
+    The sanitizer then sees only the kernels of `function`. initcheck does not see TMA writes by a
+    tensor map, and reports the written memory as uninitialized. On compute capability 9.0 this
+    affects cuBLAS products, which the reference needs, and the gradient of a dense bias, which is
+    left out here.
     """
     dout = None
     if backward:

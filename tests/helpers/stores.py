@@ -27,14 +27,14 @@ def events_of(store: EventStore, user: User) -> list[tuple[int, ...]]:
 
 
 class SmallDisk:
-    """A file system of its own, in memory, that can be filled."""
+    """A small file system in memory that can be filled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.filler = folder / "filler"
 
     def fill(self, room: int) -> None:
-        """Leaves room for so many bytes, a multiple of 4096."""
+        """Fills the disk except for `room` bytes, a multiple of 4096."""
         with self.filler.open("ab", buffering=0) as file:
             with suppress(OSError):
                 while True:
@@ -42,7 +42,7 @@ class SmallDisk:
             file.truncate(file.tell() // 4096 * 4096 - room)
 
     def clear(self) -> None:
-        """Makes room again."""
+        """Frees the space that `fill` has taken."""
         self.filler.unlink()
 
 
@@ -59,7 +59,7 @@ def small_disk(folder: Path, megabytes: int = 9) -> Iterator[SmallDisk]:
 
 
 class RedisServer:
-    """A `redis-server` on a free port of loopback, whose events outlive its process."""
+    """A durable `redis-server` on a free port of loopback."""
 
     def __init__(self, folder: Path) -> None:
         redis = pytest.importorskip("redis", reason=NO_REDIS)
@@ -75,7 +75,7 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        """Starts it, and returns when it answers."""
+        """Starts the server, and returns when it answers."""
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
         options += ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
         assert self.program is not None
@@ -91,12 +91,12 @@ class RedisServer:
 
     @property
     def has_wait_aof(self) -> bool:
-        """Whether it has the command WAITAOF."""
+        """Whether the server has the command WAITAOF."""
         version = str(self.client.info()["redis_version"])
         return tuple(map(int, version.split(".")[:2])) >= (7, 2)
 
     def kill(self) -> None:
-        """Ends it as by kill -9."""
+        """Kills the server by SIGKILL."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -114,7 +114,7 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
 
 
 class Place:
-    """The place of a store of a kind, which can be opened again and again."""
+    """The location of a store of one kind, which can be opened repeatedly."""
 
     def __init__(self, kind: str, folder: Path, server: RedisServer | None) -> None:
         self.kind, self.folder, self.server = kind, folder, server

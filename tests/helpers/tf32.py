@@ -1,4 +1,4 @@
-"""Products of TF32 in plain PyTorch, on any device: fp32 factors that keep 11 bits."""
+"""TF32 products in plain PyTorch, on any device: products of fp32 factors rounded to 11 bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DROPPED_BITS = 13
 
 
 def to_tf32(x: Tensor, truncates: bool) -> Tensor:
-    """Rounds fp32 to TF32, to nearest or toward zero: a GPU may do either."""
+    """Rounds fp32 to TF32, to nearest or toward zero; GPUs may do either."""
     half = 0 if truncates else 1 << (_DROPPED_BITS - 1)
     bits = x.float().contiguous().view(torch.int32) + half
     return (bits & -(1 << _DROPPED_BITS)).view(torch.float32)
@@ -24,7 +24,7 @@ def matmul(a: Tensor, b: Tensor, truncates: bool) -> Tensor:
 
 
 class _Einsum(torch.autograd.Function):
-    """`einsum` of two tensors of which no index is only in one of them and summed."""
+    """`einsum` of two tensors, in which each summed index occurs in both tensors."""
 
     @staticmethod
     def forward(ctx: Any, equation: str, a: Tensor, b: Tensor, truncates: bool) -> Tensor:
@@ -48,7 +48,7 @@ def _product(equation: str, a: Tensor, b: Tensor, truncates: bool) -> Tensor:
 
 
 class Tf32Einsum(torch.overrides.TorchFunctionMode):
-    """Makes each `einsum` of fp32, and its gradient, one of TF32 factors."""
+    """Makes each fp32 `einsum`, and its backward, use TF32 factors."""
 
     def __init__(self, truncates: bool) -> None:
         super().__init__()

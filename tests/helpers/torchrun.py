@@ -1,4 +1,4 @@
-"""Runs of programs by torchrun."""
+"""Runs programs by torchrun."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["torchrun"]
 
 
 def torchrun(program: Path, *arguments: str, device_type: str = "cpu") -> tuple[int, str]:
-    """Runs a program as two ranks of this machine; returns the exit code and all that is printed.
+    """Runs a program as two ranks on this machine; returns the exit code and the output.
 
-    The process that starts the ranks is a fork of one that has imported torch already.
+    The launcher is forked from a process that has already imported torch.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if device_type == "cpu":
@@ -40,7 +40,7 @@ def torchrun(program: Path, *arguments: str, device_type: str = "cpu") -> tuple[
 
 
 def _launch(arguments: list[str], environment: dict[str, str], output: str) -> None:
-    """Does what `python -m torch.distributed.run` does."""
+    """Does the same as `python -m torch.distributed.run`."""
     from torch.distributed.run import main
 
     os.environ.clear()

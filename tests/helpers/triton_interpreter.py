@@ -1,4 +1,4 @@
-"""Tells whether Triton's interpreter can stand for a GPU in tests."""
+"""Tells whether Triton's interpreter can replace a GPU in tests."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ interpreter = pytest.mark.skipif(_reason is not None, reason=_reason or "")
 
 
 def round_e4m3_as_gpus_do(patch: pytest.MonkeyPatch) -> None:
-    """Makes the interpreter convert fp32 to e4m3 as torch does, and the instruction of GPUs.
+    """Makes the interpreter convert fp32 to e4m3 as torch and GPUs do.
 
-    Its own conversion loses carries into the exponent, and has no NaN.
+    The interpreter's own conversion loses carries into the exponent, and has no NaN.
     """
     from triton.runtime import interpreter as module
 

@@ -1,4 +1,4 @@
-"""A client of the example's server that notes what has been acknowledged, and the server's log."""
+"""A client of the example's server that records acknowledged events, and the server's log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Log:
 
 
 class Writer:
-    """A client that sends a user's events, some at a time, and notes what has been acknowledged."""
+    """A client that sends a user's events, some at a time, and records the acknowledged ones."""
 
     def __init__(self, user: int) -> None:
         self.user = user
@@ -57,7 +57,7 @@ class Writer:
         return events
 
     def send(self, client: Client, events: list[tuple[int, int]]) -> int:
-        """Sends events, which are not acknowledged if the connection ends; returns the status."""
+        """Sends events and returns the status; they are unacknowledged if the connection ends."""
         body = {
             "user": self.user,
             "events": [{"item": item, "time": at} for item, at in events],
@@ -80,7 +80,7 @@ class Writer:
                 break
 
     def check(self, stored: list[tuple[int, int]], may_be: Sequence[list[tuple[int, int]]]) -> None:
-        """Checks that what is stored are the acknowledged requests, and some of others, whole."""
+        """Checks that `stored` has all acknowledged requests and, whole, some of `may_be`."""
         remaining = list(stored)
         for events in self.sent:
             if events in self.acknowledged:

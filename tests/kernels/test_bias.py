@@ -24,7 +24,7 @@ INT64_MAX = 2**63 - 1
 
 
 def research_bucket(difference: int) -> int:
-    """Returns buckets by the formula of the public research HSTU, in fp64."""
+    """Returns buckets according to the formula of the public research HSTU, in fp64."""
     return math.floor(math.log(float(max(abs(difference), 1))) / 0.301)
 
 
@@ -55,7 +55,7 @@ def test_default_buckets_are_torchs_formula_for_every_small_difference():
 
 
 def public_buckets(difference: Tensor, function: str, num_buckets: int, *units: float) -> Tensor:
-    """Returns buckets by Meta's Triton kernel of 2024, in fp64: clamp, divide, map, truncate."""
+    """Returns buckets as in Meta's Triton kernel of 2024, in fp64: clamp, divide, map, truncate."""
     increment, divisor = units
     scaled = difference.double().clamp(min=1e-6) / increment
     scaled = (scaled.log() if function == "log" else scaled.sqrt()) / divisor

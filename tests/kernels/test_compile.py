@@ -24,8 +24,8 @@ from hstu_attn.testing import offsets
 
 HEADS, DIM = 2, 16
 ALPHA = 0.25
-# Totals, batch sizes and maximum lengths all differ; the first is what is compiled for. Its sizes
-# differ from the 4 of a row span, which the compiler would take for the same number.
+# Totals, batch sizes and maximum lengths all differ; compilation uses the first. Its sizes differ
+# from the 4 of a row span, because the compiler would assume equal sizes to be the same.
 BATCHES = ([5, 70, 3, 11, 6], [40, 9], [1, 2, 3, 20, 88, 4])
 
 Arguments = tuple[Any, ...]
@@ -209,7 +209,7 @@ def assert_same(compiled: Callable[..., Tensor], function: Any, arguments: Argum
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_compile_with_dynamic_sizes(name):
-    """There is one graph without a break, and no second compilation for other sizes."""
+    """One graph is compiled, without breaks, and is not recompiled for other sizes."""
     function, arguments = CASES[name]
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     assert_same(compiled, function, arguments(BATCHES[0]))
@@ -220,7 +220,7 @@ def test_compile_with_dynamic_sizes(name):
 
 @pytest.mark.slow
 def test_graphs_hold_the_default_thresholds():
-    """A graph with a list would copy it from the host in each call."""
+    """A graph that held a list would copy it from the host in each call."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -250,7 +250,7 @@ def test_graphs_hold_the_default_thresholds():
 
 @pytest.mark.slow
 def test_compile_without_being_told_that_sizes_are_dynamic():
-    """The second batch makes sizes dynamic, and nothing is compiled from the third on."""
+    """The second batch makes sizes dynamic; later batches are not compiled again."""
     compiled = torch.compile(composed, fullgraph=True, backend="aot_eager")
     for lengths in BATCHES[:2]:
         assert_same(compiled, composed, composed_arguments(lengths))
@@ -290,7 +290,7 @@ def block_arguments(lengths: list[int]) -> Arguments:
 
 @pytest.mark.slow
 def test_compile_with_inductor():
-    """Inductor's code around the operator is right for three batches of other sizes."""
+    """Inductor's code around the operator is correct for three batches of other sizes."""
     block = Block()
     compiled = torch.compile(block, fullgraph=True, dynamic=True)
     parameters = list(block.parameters())
@@ -313,7 +313,7 @@ def test_compile_with_inductor():
 
 
 class Fixed(torch.nn.Module):
-    """A block whose maximum length is a number of the model, as in a server."""
+    """A block whose maximum length is a constant of the model, as in a server."""
 
     def __init__(self) -> None:
         super().__init__()

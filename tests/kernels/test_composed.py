@@ -1,4 +1,4 @@
-"""Tests of the composition of torch's functions, which fp32 and fp64 get on a GPU.
+"""Tests of attention composed of torch functions, which computes fp32 and fp64 on a GPU.
 
 On a GPU the public functions reach it; on a CPU its operators are called.
 """
@@ -46,7 +46,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a few rows of a sequence or two a chunk."""
+    """Limits chunks to a few rows of one or two sequences."""
     monkeypatch.setattr(composed, "CHUNK_ELEMENTS", 5000)
     monkeypatch.setattr(composed, "_HEADS_OF_BUCKETS", 1)
     monkeypatch.setattr(slots, "CPU_SCORES", 5000)
@@ -76,7 +76,7 @@ def test_mask_and_bias(device, small_chunks, mask, name):
 @pytest.mark.parametrize("dims", [(32, 32), (16, 40)], ids=["equal-dims", "other-dims"])
 @pytest.mark.parametrize("used", [False, True], ids=["all", "used"])
 def test_rows_and_keys_with_the_same_offsets(device, small_chunks, used, dims):
-    """Rows and keys are then in the same slots, and one operation may move q, k and v."""
+    """With equal offsets, rows and keys have the same slots, and one operation moves q, k and v."""
     lengths = [70, 0, 31, 12]
     batch = make_batch(lengths, dim=dims[0], dim_v=dims[1], device=device, mask="local-left")
     batch.cu_seqlens_k = batch.cu_seqlens_q
@@ -152,7 +152,7 @@ def test_alpha_and_scaling_seqlen(device, dtype, alpha, scaling_seqlen):
 
 @pytest.mark.parametrize("size", [1, 9, 31, 1001])
 def test_position_tables_of_any_size(device, small_chunks, size):
-    """Distances beyond the table have its ends, in chunks that are all beyond it, too."""
+    """Distances beyond the table use its ends, also in chunks that are entirely beyond it."""
     batch = make_batch([120, 50], [70, 50], heads=6, device=device, mask="local-left")
     batch.mask = Mask.full()
     table = torch.randn(3, size, device=device)
@@ -161,7 +161,7 @@ def test_position_tables_of_any_size(device, small_chunks, size):
 
 @pytest.mark.parametrize("buckets", [1, 6, 300])
 def test_own_thresholds(device, small_chunks, buckets):
-    """Some are equal, one is 0; with 300 buckets most are empty."""
+    """Some thresholds are equal, one is 0; with 300 buckets most are empty."""
     thresholds = torch.tensor([0, 5, 5, 100, 2**40], device=device)
     batch = make_batch([50, 30], heads=4, device=device, mask="causal")
     times = torch.randint(-300, 300, (80,), device=device) * 2**33
@@ -210,7 +210,7 @@ def test_pages(device, small_chunks, dtype, name, fp8):
 
 
 def test_pages_with_an_understated_length():
-    """The functions of other libraries' names accept it."""
+    """The functions named after those of other libraries accept an understated length."""
     batch = make_paged_batch([300, 16], [33, 0], [7, 64])
     understated = replace(batch, max_seqlen_k=1)
     check_against_reference(composed_attention, understated, backward=False, strict=False)
@@ -307,7 +307,7 @@ def test_autocast_does_not_apply(device):
 
 
 def test_without_python_nothing_is_computed():
-    """A device for which Python has no kernel gets the one in C++ that says so."""
+    """A device without a Python kernel gets the C++ kernel that raises an error."""
     batch = make_batch([5], device="meta", mask=Mask.full())
     arguments = raw_ops.arguments(batch, paged=True)
     assert torch.ops.hstu_attn.composed_fwd(**arguments, out=batch.v) is False
@@ -328,9 +328,9 @@ def test_without_python_nothing_is_computed():
     ids=["small", "long", "ragged"],
 )
 def test_operations_are_few(lengths, forward_more, backward_more):
-    """About as many for a small padded batch as plain torch needs, and fewer for any other.
+    """A small padded batch takes about as many operations as plain torch, any other fewer.
 
-    Where rows go is computed on the GPU: that takes some operations whatever the lengths are.
+    Computing the rows' destinations on the GPU takes some operations for any lengths.
     """
     batch = make_batch(lengths, heads=4, dim=64, device="meta", mask="causal")
     forward, backward = count_composed(replace(batch, cu_seqlens_k=batch.cu_seqlens_q))
@@ -346,7 +346,7 @@ def test_operations_are_few(lengths, forward_more, backward_more):
 )
 @pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_no_result_is_larger_than_two_chunks(heads, bias):
-    """Memory grows with the tokens, but for a dense bias."""
+    """Memory grows with the number of tokens, except for a dense bias."""
     batch = make_batch([20_000, 20_000], heads=heads, device="meta", mask="causal", bias=bias)
     for operations in count_composed(batch):
         assert operations.largest <= 2 * composed.CHUNK_ELEMENTS, operations.names
@@ -373,7 +373,7 @@ def test_gradcheck(device, small_chunks, mask, name):
 
 @pytest.mark.slow
 def test_gradcheck_of_the_tables(device):
-    """Their gradients are fp32, so the comparison is a little wider."""
+    """Gradients of the tables are fp32, so the tolerance is a little wider."""
     batch = make_batch([9, 5], [7, 5], dim=8, dtype=FP64, device=device, mask="causal")
     times = torch.randint(0, 1000, (14,), device=device)
     tables = (

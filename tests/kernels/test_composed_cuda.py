@@ -39,7 +39,7 @@ with_dtypes = pytest.mark.parametrize("dtype", [FP32, FP64], ids=["fp32", "fp64"
 
 @pytest.fixture(autouse=True)
 def _precision() -> Iterator[None]:
-    """Products are of fp32 unless a test says otherwise."""
+    """Products use fp32 unless a test changes it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -56,9 +56,9 @@ def random_dout(batch: Batch) -> torch.Tensor:
 
 
 def tf32_references(batch: Batch, dout: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """The formula in plain PyTorch, with products of TF32: each rounding of factors that a GPU has.
+    """The formula in plain PyTorch with TF32 products, for each way in which GPUs round factors.
 
-    As everywhere, a result may have twice the error of the worst of them, and two roundings.
+    As in all tests, the tolerance is twice the error of the worst reference, plus two roundings.
     """
     results = []
     for truncates in (False, True):
@@ -70,7 +70,7 @@ def tf32_references(batch: Batch, dout: torch.Tensor) -> list[dict[str, torch.Te
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("truncates", [False, True], ids=["nearest", "toward-zero"])
 def test_the_bound_of_tf32(monkeypatch, kind, truncates):
-    """On a CPU, with products that are rounded as a GPU may round them."""
+    """Checks the bound on a CPU, with products rounded as GPUs may round them."""
     batch = make_batch([150, 40], dim=64, mask="context-target", bias=kind)
     dout = random_dout(batch)
     exact = run(reference.hstu_attention, batch, dout, FP64)
@@ -136,7 +136,7 @@ def test_gradients_are_repeatable(dtype, kind):
 @with_dtypes
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchs_switch_for_deterministic_algorithms(monkeypatch, deterministic, dtype, kind):
-    """It refuses functions whose sums may vary; products need the variable."""
+    """The switch refuses functions with varying sums; products need the environment variable."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     batch = make_batch([90, 30], dtype=dtype, device="cuda", mask="context-target", bias=kind)
     check_against_reference(hstu_attention, batch)
@@ -148,7 +148,7 @@ def test_torchs_switch_for_deterministic_algorithms(monkeypatch, deterministic, 
 
 @gpu
 def test_table_gradients_take_no_sequential_path():
-    """Scores that are all of one bucket take about as long as scores of all buckets."""
+    """Scores in a single bucket take about as long as scores in all buckets."""
     batch = make_batch([1500] * 4, heads=1, device="cuda", mask="causal", bias="time")
     dout = random_dout(batch)
 
@@ -244,7 +244,7 @@ def test_a_captured_step_takes_other_lengths(monkeypatch, kind):
 
 @gpu
 def test_memory_grows_with_the_tokens():
-    """Beside inputs and outputs a chunk exists, and each packed tensor once or twice more."""
+    """Besides inputs and outputs, memory holds a chunk and one or two copies of packed tensors."""
     peaks = []
     for length in (8192, 16384):
         batch = make_batch([length], heads=1, device="cuda", mask="causal", bias="position-time")
@@ -254,8 +254,8 @@ def test_memory_grows_with_the_tokens():
         before = torch.cuda.memory_allocated()
         run(hstu_attention, batch, dout)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # The buckets take 8 bytes for a score, and sorting them three times that; for their sake chunks
-    # of one head have an eighth of the elements.
+    # The buckets take 8 bytes per score, and sorting them three times that; therefore chunks of one
+    # head have an eighth of the elements.
     assert max(peaks) < 4 * 4 * composed.CHUNK_ELEMENTS
     assert peaks[1] < 1.3 * peaks[0]
 

@@ -8,7 +8,7 @@ import torch
 from hstu_attn import DenseBias, hstu_attention
 
 LEVELS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
-# The output is rounded once; in fp32 the rounding of the exponent of large X counts more.
+# The output is rounded once; in fp32 the rounding of large exponents X dominates.
 ALLOWED = {torch.float32: 2.0**-17, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -49,7 +49,7 @@ def test_the_relative_error_of_silu(dtype):
 
 @pytest.mark.usefixtures("level")
 def test_a_long_sum_is_made_of_partial_sums():
-    """In fp32 over 256 dims, one chain of sums would have an error of 3.6 half ulps."""
+    """In fp32 over 256 dims, a single sequential sum would have an error of 3.6 half ulps."""
     q, k = (torch.rand(1024, 1, 256) for _ in range(2))
     v, offsets = torch.ones(1024, 1, 8), torch.arange(1025)
     found = hstu_attention(q, k, v, cu_seqlens_q=offsets, max_seqlen_q=1)[:, 0, 0].double()

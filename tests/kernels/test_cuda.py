@@ -1,7 +1,7 @@
-"""Tests of the CUDA kernels in the cases that only they can get wrong.
+"""Tests of cases that only the CUDA kernels can get wrong.
 
-The tests that both devices share have a `device` parameter. Here are the sizes at which tiles,
-shared memory and 32-bit offsets matter. All of them need a GPU.
+Tests for both devices are elsewhere, with a `device` parameter. These use sizes at which tiles,
+shared memory and 32-bit offsets matter, and all of them need a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_a_scale_for_each_row(dim, dtype):
-    """The scales are as small as the inverse of a long length, for which fp16 has few bits."""
+    """Scales are as small as the inverse of a long length, for which fp16 has few bits."""
     lengths = [300, 0, 70, 129]
     batch = make_batch(
         lengths,
@@ -155,7 +155,7 @@ def test_heads_that_share_a_bias_head(bias_heads, fp32, dtype):
 
 @pytest.mark.parametrize("n", range(len(MASK_NAMES)), ids=MASK_NAMES)
 def test_aligned_bias(n):
-    """Copies of whole tiles can read this bias; what is outside of the sequences is never used."""
+    """This bias can be copied in whole tiles; entries outside of the sequences are never used."""
     lengths_k = [704, 300, 0, 129]
     lengths_q = [int(torch.randint(length + 1, ())) for length in lengths_k] if n % 2 else None
     dtype = DTYPES[n // 2 % 2]
@@ -185,7 +185,7 @@ def test_aligned_bias(n):
 @pytest.mark.parametrize("stored", [(1, 1), (1, 8), (4, 1)], ids=["one", "by-head", "by-sequence"])
 @pytest.mark.parametrize("size", [1000, 1001], ids=["aligned", "unaligned"])
 def test_bias_for_several_sequences_or_heads(size, stored, dtype, monkeypatch, capfd):
-    """sm90 reads a bias of stride 0, and a copy of one with unaligned rows where that is faster."""
+    """sm90 reads a bias of stride 0; it copies one with unaligned rows where that is faster."""
     monkeypatch.setenv("HSTU_ATTN_DEBUG", "1")
     lengths = [size, 700, 0, 333]
     batch = make_batch(lengths, heads=8, dim=256, dtype=dtype, device="cuda", mask="causal")
@@ -271,7 +271,7 @@ def test_every_kernel_for_short_sequences(monkeypatch, dtype, dim, longest, more
     monkeypatch.setenv("HSTU_ATTN_SHARED_MEMORY", memory)
     if os.environ["HSTU_ATTN_FORCE_ARCH"] == "90":
         pytest.skip("sm90 has no kernels of its own for them")
-    ones = [1] * more  # there are other kernels for many sequences
+    ones = [1] * more  # many sequences are computed by other kernels
     options = {"heads": 2, "dim": dim, "dim_v": dim - 8, "dtype": dtype, "device": "cuda"}
     options |= {"mask": "context-target", "bias": bias}
     batch = make_batch([longest, 0, 5, *ones], [longest, 0, 3, *ones], **options)
@@ -362,8 +362,8 @@ def _silu_gradients_of_keys(
     return {"dk": dk[:, None], "dv": dv[:, None]}
 
 
-# In GiB at head dim 256: inputs and results 0.5; the reference of 64 rows in fp64, 1.3, beside the
-# gradients of the one before, 0.5.
+# In GiB at head dim 256: inputs and results 0.5; the reference of 64 rows in fp64, 1.3, in addition
+# to the gradients of the previous reference, 0.5.
 @pytest.mark.gpu_memory(3)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("dim", [64, 256])

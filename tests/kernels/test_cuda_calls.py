@@ -222,7 +222,7 @@ def test_wrong_offsets_touch_nothing_else(kind, dim, bias):
 
 @pytest.mark.parametrize("kind", WRONG_OFFSETS)
 def test_wrong_offsets_do_not_hang_a_deterministic_backward(kind):
-    """The backward's blocks wait for one another. It runs in a process that the test can end."""
+    """The backward's blocks wait for one another, so it runs in a process that can be killed."""
     script = (
         "from tests.kernels.test_cuda_calls import call_with_wrong_offsets\n"
         "for dim in (64, 256):\n"
@@ -282,7 +282,7 @@ def test_checked_calls_name_the_wrong_argument(monkeypatch, argument, values):
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_rows_before_the_first_key(mask):
-    """If only the GPU knows that there are more queries than keys, the first see nothing."""
+    """If only the GPU knows that there are more queries than keys, the first rows see nothing."""
     batch = make_batch([200, 200], [150, 100], dim=64, device="cuda", dtype=BF16, mask=mask)
     batch = replace(
         batch, k=batch.k[:240], v=batch.v[:240], cu_seqlens_k=offsets([200, 40], "cuda")
@@ -349,7 +349,7 @@ def test_the_choice_of_kernels_is_printed(monkeypatch, capfd):
 
 
 def test_backward_on_another_thread_than_the_forward():
-    """autograd's thread has not set a device when the first backward comes."""
+    """autograd's thread has not set a device before the first backward."""
     script = (
         "import torch\n"
         "from hstu_attn import hstu_attention\n"

@@ -1,4 +1,4 @@
-"""Tests of what the public libraries' functions accept beyond `hstu_attention`."""
+"""Tests of arguments that the public libraries' functions accept, unlike `hstu_attention`."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_pages_that_do_not_match_the_lengths_are_refused():
 
 
 def with_larger_tables(pages: PagedKV) -> PagedKV:
-    """Returns the same pages in larger buffers, which have another batch's values at their ends."""
+    """Returns the same pages in larger buffers, which end with values of another batch."""
 
     def extended(values: Tensor, count: int) -> Tensor:
         return torch.cat([values, values.new_full((count,), 2**31 - 1)])

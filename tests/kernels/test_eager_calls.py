@@ -1,4 +1,4 @@
-"""Tests of eager calls: torch's modes, tracers and threads, and the references that calls keep."""
+"""Tests of eager calls: torch's modes, tracers and threads, and objects that calls keep alive."""
 
 from __future__ import annotations
 

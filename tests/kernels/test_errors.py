@@ -24,7 +24,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def good() -> dict[str, Any]:
-    """Returns arguments that work, of which each test changes one."""
+    """Returns valid arguments; each test changes one of them."""
     batch = make_batch(LENGTHS, heads=HEADS, dim=DIM, mask="causal")
     return {"q": batch.q, "k": batch.k, "v": batch.v, **batch.options()}
 
@@ -495,7 +495,7 @@ def test_gradients_beside_forward_mode_are_right():
     arguments = good()
     q = arguments["q"].requires_grad_()
     (expected,) = torch.autograd.grad(call(arguments).sum(), q)
-    with forward_ad.dual_level():  # of something else
+    with forward_ad.dual_level():  # forward mode that does not involve this call
         (gradient,) = torch.autograd.grad(call(arguments).sum(), q)
     assert torch.equal(gradient, expected)
 

@@ -226,8 +226,8 @@ def test_causal_func_and_seqused(device, version):
 
 @pytest.mark.parametrize("reused", [False, True], ids=["exact", "reused-buffers"])
 def test_paged(device, reused):
-    """NVIDIA's paged inference layer calls it with the page tables of the largest batch, and
-    with the longest new sequence as the longest of all keys.
+    """NVIDIA's paged inference layer passes the page tables of the largest batch, and the longest
+    new sequence as `max_seqlen_k`.
     """
     batch = make_paged_batch([20, 0, 33], [3, 5, 1], [2, 0, 4], dtype=BF16, device=device)
     max_seqlen_k = batch.max_seqlen_q if reused else batch.max_seqlen_k
@@ -289,8 +289,8 @@ def test_gradients_are_written_where_they_belong(device, deterministic, version)
     assert padded.shape[-1] == 72
     assert torch.equal(padded[..., :70], rab)
     assert not padded[..., 70:].any()
-    # NOTE: on sm90, this call may have other bits than those above: rab alone is not aligned, and
-    # then the sm80 kernels run.
+    # NOTE: on sm90, this call may have other bits than those above: it alone has an unaligned rab,
+    # for which the sm80 kernels run.
     dk = torch.full_like(batch.k, 7.0)
     dq, returned, dv, drab = backward(version, batch, dout, padded, False, (None, dk, None))
     assert returned.data_ptr() == dk.data_ptr()
@@ -310,7 +310,7 @@ def test_the_returned_rab_is_a_copy(version, longest):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_calls_outside_an_autograd_function(version):
-    """Inputs that require gradients change nothing, and the backward takes what was returned."""
+    """`requires_grad` of inputs has no effect, and the backward accepts the returned tensors."""
     batch = make_batch([9], dtype=BF16, mask="causal", bias="rab")
     expected, _ = forward(version, batch)
     wanted = backward(version, batch, expected, rab_of(batch), True)

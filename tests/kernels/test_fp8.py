@@ -63,7 +63,7 @@ def test_normal_inputs(mode, dim):
 
 
 def test_sequences_that_are_computed_together_on_a_cpu(monkeypatch):
-    """Whichever they are, only the order of fp32 sums changes, and so the last bit of a few."""
+    """Grouping changes only the order of fp32 sums, and so the last bit of a few results."""
     lengths = [130, 3, 64, 0, 129, 17, 3, 90]
     batch = make_batch(lengths, dim=64, dtype=BF16, bias="position-time")
     batch = replace(batch, quantization=Quantization(smooth_k=True))
@@ -88,10 +88,10 @@ def test_sequences_that_are_computed_together_on_a_cpu(monkeypatch):
     ],
 )
 def test_silu_inputs(mode, dim, bound):
-    """The errors of keys cancel in long sequences, for which FP8 is.
+    """The errors of keys cancel in long sequences, for which FP8 is intended.
 
-    They cancel less in modes 3 to 5, where all keys have one scale: the many values next to the
-    minimum of SiLU are then rounded all up or all down, as luck has it.
+    They cancel less in modes 3 to 5, where all keys share one scale: the many values near the
+    minimum of SiLU are then all rounded in the same direction.
     """
     batch = accuracy_batch("silu", dim, [4096], rows=[256], heads=2)
     smooth_bound = 6.5e-3
@@ -110,9 +110,9 @@ def test_outliers(mode):
 @pytest.mark.parametrize("alpha", [1e-6, 1e-3, 3.0, -2.0])
 @pytest.mark.parametrize("scaling_seqlen", [1, 100000])
 def test_scales(alpha, scaling_seqlen):
-    """Weights neither overflow nor vanish, whatever the factors.
+    """Weights neither overflow nor vanish, for any factors.
 
-    The error is .053 on average. That of one head and sequence is over the bound in 2 % of draws.
+    The error is .053 on average. For one head and sequence it exceeds the bound in 2 % of draws.
     """
     options = {"alpha": alpha, "scaling_seqlen": scaling_seqlen, "heads": 2}
     batch = accuracy_batch("normal", 64, [300, 300], **options)
@@ -303,7 +303,7 @@ def test_compile_of_kept_codes():
     expected = run(hstu_attention, batch, dout)
     found = run(torch.compile(hstu_attention, fullgraph=True), batch, dout)
     assert torch.equal(found["out"], expected["out"])
-    for name, value in expected.items():  # a product and a sum may be rounded once or twice
+    for name, value in expected.items():  # a multiply-add may be rounded once or twice
         assert relative_error(found[name], value.double()) <= 2e-3, name
 
 

@@ -52,7 +52,7 @@ def errors(batch: Batch, dout: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e4])
 def test_errors_of_normal_inputs(size):
-    """FBGEMM's form has up to 6 %, and loses small gradients in its mode without scales."""
+    """FBGEMM's form has errors up to 6 %, and loses small gradients in its mode without scales."""
     batch = batch_of("normal")
     assert max(errors(batch, dout_of(batch, size))) <= 6e-2
 
@@ -66,16 +66,16 @@ def test_errors_of_silu_inputs(dim):
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes of a matrix and their one scale.
+    """Returns the codes of a matrix and their common scale.
 
-    As in `quantize_qkv`, the reciprocal is rounded: where codes are ties, many depend on it.
+    As in `quantize_qkv`, the reciprocal is rounded, on which the rounding of many ties depends.
     """
     scale = x.abs().max().float() / 448
     return (x.float() * (1 / scale)).to(E4M3).double(), scale.double()
 
 
 def test_the_emulation_is_the_formula():
-    """The gradients of one sequence and head, from codes, with each scale written out."""
+    """Computes the gradients of one sequence and head from codes, with explicit scales."""
     batch = batch_of("normal", lengths=(200,))
     dout = dout_of(batch)
     (q, sq), (k, sk), (v, sv), (do, so) = (
@@ -102,7 +102,7 @@ def test_the_emulation_is_the_formula():
 def test_masks(mask):
     batch = make_batch([150, 0, 77, 1], [150, 0, 60, 1], dim=32, dtype=BF16, mask=mask, heads=2)
     batch = replace(batch, alpha=0.2, quantization=E4M3_BACKWARD)
-    assert max(errors(batch, dout_of(batch))) <= 8e-2  # of fewer and smaller sums
+    assert max(errors(batch, dout_of(batch))) <= 8e-2  # larger, since sums are fewer and smaller
 
 
 def test_a_scale_for_all_rows():
@@ -152,7 +152,7 @@ def assert_nonfinite_values_stay(batch: Batch, name: str, bad: float) -> None:
 
 
 def test_kept_codes():
-    """With both options the 16-bit values that the codes stand for are quantized once more."""
+    """With both options the dequantized 16-bit values are quantized once more."""
     batch = replace(batch_of("normal"), quantization=Quantization(keep="e4m3", backward="e4m3"))
     assert max(errors(batch, dout_of(batch))) <= 8e-2
 
@@ -260,7 +260,7 @@ def test_head_dims_on_a_gpu(hopper, dim, dim_v):
 @with_kernels
 @pytest.mark.parametrize("kind", ["normal", "silu", "outliers"])
 def test_long_sums_on_a_gpu(hopper, kind, dim):
-    """The accumulators of 8-bit products truncate, which terms of both signs do not show."""
+    """8-bit products truncate their accumulators, which terms of both signs would hide."""
     batch = batch_of(kind, dim, lengths=(4096, 1000))
     dout = dout_of(batch)
     assert_equal_to_the_emulation(batch, dout)

@@ -1,4 +1,4 @@
-"""Tests of serving with a float8_e4m3fn cache: what it holds, and what is computed from it."""
+"""Tests of serving with a float8_e4m3fn cache: its contents, and results computed from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_cache(num_pages: int, device: str = "cpu", **options: Any) -> PagedKVCa
 
 
 def kept(x: Tensor) -> Tensor:
-    """Returns rows as a cache returns them after quantization."""
+    """Returns rows after quantization and dequantization, as a cache does."""
     return dequantize_rows(*quantize_rows(x))
 
 
@@ -47,7 +47,7 @@ def held(cache: PagedKVCache, layer: int, ids: list[int], length: int) -> Tensor
 @pytest.mark.parametrize("host_pages", [0, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_steps(device: str, dtype: torch.dtype, host_pages: int) -> None:
-    """Elements and scales are those of the appended rows, also after a user was on the host."""
+    """Elements and scales equal those of the appended rows, also after a user was on the host."""
     rng = random.Random(torch.initial_seed())
     cache = make_cache(9, device, host_pages=host_pages)
     written: dict[int, Tensor] = {}  # (layers, 2, tokens, heads, dim)
@@ -136,7 +136,7 @@ def test_cached_layers(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("host_pages", [0, 40])
 @pytest.mark.parametrize("name", [*RETRIEVAL, *RANKING])
 def test_engines(name: str, host_pages: int, device: str) -> None:
-    """The scores, with graphs and without, are near those over a plain cache."""
+    """The scores, with graphs and without, are close to those with a plain cache."""
     dtype = torch.bfloat16
     model = on_device(make_model(name, dtype), device)
     rng = random.Random(torch.initial_seed())

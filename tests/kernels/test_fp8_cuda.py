@@ -200,7 +200,7 @@ def test_biases_of_fp16_inputs(hopper, bias, dim):
 @pytest.mark.parametrize("factor", [1e-4, 1.0, 300.0])
 @pytest.mark.parametrize("alpha", [1e-3, 1.0, -2.0])
 def test_sizes_of_a_bias(hopper, bias, factor, alpha):
-    """Weights neither overflow nor vanish beside the largest and the smallest scores."""
+    """Weights neither overflow nor vanish with the largest and the smallest biases."""
     batch = make_batch([300, 77], dim=64, dtype=BF16, mask="causal", alpha=alpha)
     batch = batch.with_bias(make_bias(bias, batch, BF16))
     for name, tensor in batch.differentiable().items():
@@ -280,7 +280,7 @@ def test_nonfinite_values_stay_in_their_sequence(hopper, mode, smooth_k, bad, di
 
 @with_modes
 def test_rows_of_no_sequence(hopper, mode):
-    """Buffers may be larger than the batch: what rows behind it hold does not matter."""
+    """Buffers may be larger than the batch; the contents of the rows after it have no effect."""
     batch = make_batch([300, 129], [300, 40], dim=64, dtype=BF16, mask="causal")
     batch.quantization = Quantization(mode, smooth_k=True)
     expected = on_gpu(batch)

@@ -21,7 +21,7 @@ from tests.helpers.paged_tiles import TILES, with_tiles
 
 BF16 = torch.bfloat16
 ROWS = Quantization(mode=1)
-NORMAL = 6e-2  # the error of normal inputs, of which FP8 attention of packed inputs has 5.4e-2
+NORMAL = 6e-2  # largest error of normal inputs; it is 5.4e-2 for packed inputs
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -62,7 +62,7 @@ def fp8_batch(
 
 
 def exact(batch: Batch) -> Tensor:
-    """Returns the output in fp64, of what the pages hold and of unquantized q, k and v."""
+    """Returns the output in fp64, from dequantized pages and unquantized q, k and v."""
     return run(reference.hstu_attention, replace(batch, quantization=None), dtype=torch.float64)[
         "out"
     ]
@@ -117,7 +117,7 @@ BATCHES: dict[str, Callable[[], Batch]] = {
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("name", BATCHES)
 def test_outputs(name: str, device: str) -> None:
-    # A row that sees one key has the error of one weight, and no others make up for it.
+    # A row that sees one key has the error of one weight, which no other errors compensate.
     check(BATCHES[name](), device, 7e-2 if name == "no history" else NORMAL)
 
 
@@ -166,7 +166,7 @@ def test_rows_of_many_magnitudes(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_rows_of_zeros(device: str) -> None:
-    """Their scale is 1, and so is that of rows of NaN, where those of other rows are small."""
+    """The scale of rows of zeros or of NaN is 1, where scales of other rows are small."""
     batch = fp8_batch([200, 31], [40, 8], [35, 6], dim=64)
     pages = batch.paged_kv
     assert pages is not None
@@ -241,7 +241,7 @@ def test_values_that_are_not_finite(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_results_of_a_sequence_do_not_depend_on_the_others(device: str) -> None:
-    """The batch has the same shape: splits are planned from that."""
+    """The batch keeps its shape, because splits are planned from the shape."""
     batch = fp8_batch([300, 60], [30, 20], [20, 10], dim=128)
     before = output(batch, device)
     end = int(batch.cu_seqlens_q[1])
@@ -300,7 +300,7 @@ def test_what_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_biases(device: str) -> None:
-    """A CPU computes them; a GPU has no such kernel."""
+    """A CPU computes biases; a GPU has no kernel for them."""
     batch = fp8_batch([20, 31], [4, 8], [3, 6], dim=64)
     length = batch.max_seqlen_k
     batch.bias = DenseBias(torch.randn(2, 2, length, length, dtype=BF16))

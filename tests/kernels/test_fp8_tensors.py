@@ -19,7 +19,7 @@ LENGTHS = [130, 0, 7, 40]
 
 
 class DType(Enum):
-    """The names of TransformerEngine's dtypes, which needs a GPU to be imported."""
+    """The names of TransformerEngine's dtypes; the package itself cannot be imported on a CPU."""
 
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
@@ -50,13 +50,13 @@ def attend(batch: Any, *qkv: Any, **options: Any) -> Tensor:
 
 
 def check(batch: Any, made: list[Any], codes: list[Tensor], descales: list[Tensor]) -> None:
-    """Compares with codes and descales, and with what the tensors dequantize to."""
+    """Compares results with those of codes and descales, and of the dequantized tensors."""
     found = attend(batch, *made)
     names = ("q_descale", "k_descale", "v_descale")
     assert torch.equal(found, attend(batch, *codes, **dict(zip(names, descales, strict=True))))
     exact = attend(batch, *(x.dequantize().double() for x in made))
     assert found.dtype == torch.bfloat16
-    assert relative_error(found, exact) < 0.03  # of the weights, which are rounded to e4m3
+    assert relative_error(found, exact) < 0.03  # because weights are rounded to e4m3
 
 
 def test_tensors_of_transformer_engine(batch):

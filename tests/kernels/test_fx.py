@@ -307,7 +307,7 @@ class Layer(nn.Module):
 
 
 def test_appending_stays_in_the_graph():
-    """Nothing uses the result of the append, and dead code elimination keeps it."""
+    """The append's result is unused, but dead code elimination keeps the append."""
     q, k, v, cu_seqlens_q, cu_seqlens_k, cache, *tables = paged_arguments()
     k, v = torch.randn_like(k), torch.randn_like(v)
     layer = Layer(cache.clone())

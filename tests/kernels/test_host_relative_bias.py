@@ -14,7 +14,7 @@ _host = pytest.importorskip("hstu_attn._host", reason="_host has not been built"
 
 INT64 = (-(2**63), 2**63 - 1)
 
-# Times as in a log, and everywhere.
+# Times as in a log, and of any size.
 times = st.integers(1_700_000_000, 1_700_100_000) | st.integers(*INT64) | st.sampled_from(INT64)
 differences = st.integers(0, 20) | st.integers(0, 100_000) | st.integers(0, INT64[1])
 threshold_lists = st.lists(differences, max_size=15).map(sorted) | st.integers(0, 150).map(
@@ -108,7 +108,7 @@ def test_a_fixed_point_sum_loses_little_of_the_largest_value(values):
     values = [value * (-1) ** n for n, value in enumerate(values)]
     largest = max(map(abs, values))
     by_value, of_sum = _host.fixed_point_sums(values)
-    # Half a unit for each value, and what fp32 rounds.
+    # Half a unit for each value, and the rounding to fp32.
     error = 2**-20 * largest * len(values) + 2**-127 * len(values)
     exact = math.fsum(values)
     assume(abs(exact) + error < 2**128)  # otherwise fp32 may round it to infinity

@@ -1,4 +1,4 @@
-"""Tests of strides, preallocated outputs, rows that hold garbage, and memory around tensors."""
+"""Tests of strides, preallocated outputs, unused rows with garbage, and memory around tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_heads_before_rows(device):
 
 
 def test_one_head_of_q_and_k_for_all(device):
-    """The heads of q and k have stride 0."""
+    """q and k have heads of stride 0."""
     batch = make_batch([40], heads=4, dtype=BF16, device=device, mask="causal")
     shared = replace(batch, q=batch.q[:, :1].expand(-1, 4, -1), k=batch.k[:, :1].expand(-1, 4, -1))
     check_against_reference(hstu_attention, shared)

@@ -302,7 +302,7 @@ def test_huge_inputs(device, dtype, factor):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_silu_of_strongly_negative_scores(device, dtype):
-    """Around -8 silu is 0.3 % of its argument, so an error beyond 2^-12 |x| would show."""
+    """Around -8 silu is 0.3 % of its argument, so an error beyond 2^-12 |x| is noticed."""
     size = 256
     batch = make_batch(
         [size], heads=1, dim=8, dtype=for_device(device, dtype), device=device, alpha=1.0

@@ -319,7 +319,7 @@ def test_many_tiles(dim, page_size, blocks, fp8):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_many_short_histories(dim, fp8):
-    """There are more row tiles than multiprocessors, and on Hopper no list of them."""
+    """There are more row tiles than multiprocessors, and on Hopper no list of work tiles."""
     counts = [[int(torch.randint(n, ())) for _ in range(150)] for n in (200, 30, 60)]
     batch = make_paged_batch(*counts, page_size=32, dim=dim, dtype=BF16, device="cuda", fp8=fp8)
     check_against_reference(hstu_attention, batch, backward=False)
@@ -379,7 +379,7 @@ def test_small_shared_memory(monkeypatch, dim, bias, fp8):
 @pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_the_shape_of_a_call_chooses_its_kernel(dim, blocks, fp8):
-    """Otherwise the tests of a form of kernel would run another one."""
+    """Checks that the other tests run the kernels that they are meant for."""
     if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
         pytest.skip("sm80 has one form")
     if torch.cuda.get_device_properties(0).multi_processor_count != 132:

@@ -118,7 +118,7 @@ def test_append_then_attend(device):
     ],
 )
 def test_append_of_what_does_not_fit(device, name, index, value):
-    """On the host it is an error; on a GPU no page of other users is written."""
+    """On the host an overflow is an error; on a GPU no page of other users is written."""
     k, v, pages, arguments, expected = append_batch(device)
     tensors = {"page_ids": pages.page_ids, "page_offsets": pages.page_offsets, **arguments}
     tensors[name][index] = value
@@ -238,7 +238,7 @@ def test_append_quantizes_views(device, dtype, dim):
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1.0, 1e3, 1e30])
 def test_quantized_rows_are_near(device, magnitude):
-    """The error is at most half a step of e4m3's mantissa, or of a row's smallest numbers."""
+    """The error is at most half a step of e4m3's mantissa, or of the row's subnormal numbers."""
     k, v, pages, arguments, expected = append_batch(device, dim=64)
     k, v, expected = k * magnitude, v * magnitude, expected * magnitude
     k[:, 0] *= torch.logspace(-6, 0, 64, device=device).to(BF16)

@@ -1,4 +1,4 @@
-"""Tests of what a call with a paged KV cache refuses."""
+"""Tests of invalid arguments of calls with a paged KV cache."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def refuse(batch: Batch, name: str) -> None:
     ],
 )
 def test_bad_caches_are_refused(name, arguments):
-    """Attention refuses them, and so does the append, except for `last_page_lens`."""
+    """Attention and, except for `last_page_lens`, the append refuse bad caches."""
     pages = {"kv_cache": CACHE, "page_offsets": INTS, "page_ids": INTS, "last_page_lens": INTS[:2]}
     paged_kv = PagedKV(**{**pages, **arguments})
     x, cu_seqlens = torch.zeros(0, 2, 32), INTS

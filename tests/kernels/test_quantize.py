@@ -37,7 +37,7 @@ def quantized(batch: Batch, mode: int, smooth_k: bool = False, *descales: Tensor
 
 
 def values(batch: Batch, x: Quantized) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what `x` stands for, in fp64: q, k, v and the products with the mean of k."""
+    """Returns the dequantized values of `x`, in fp64: q, k, v and the products with k's mean."""
     offsets = (batch.cu_seqlens_q, batch.cu_seqlens_k, batch.seqused_q, batch.seqused_k)
     q, k, v, _ = dequantize(x, *offsets, batch.q.shape[2], torch.float64)
     return q[..., :-1], k[..., :-1], v, q[..., -1]
@@ -93,7 +93,7 @@ def limited_descale(rows: Tensor) -> Tensor:
 @with_smooth_k
 @with_dtypes
 def test_silu(mode, smooth_k, dtype, device):
-    """SiLU in the kernel loses no more than SiLU that was rounded to 16 bits before."""
+    """SiLU in the kernel is at least as accurate as SiLU that was rounded to 16 bits before."""
     batch = batch_of(dtype, heads=3)
     batch.q[300, 1] *= 40
     batch.k[310, 0] *= -40
@@ -117,9 +117,9 @@ def test_silu(mode, smooth_k, dtype, device):
 
 
 def test_granularity():
-    """Each mode has the descales that its definition names: largest magnitudes over 448.
+    """Each mode has the descales of its definition: the largest magnitudes divided by 448.
 
-    In modes 1 and 2, those of q and k are larger by what the norms of rows need.
+    In modes 1 and 2, the descales of q and k are larger, as the norms of rows require.
     """
     batch = batch_of(heads=3)
     offsets = batch.cu_seqlens_q.tolist()
@@ -177,7 +177,7 @@ def test_norms_are_bounds(mode, smooth_k):
 
 
 def batch_of_many_norms(dim: int) -> Batch:
-    """Returns blocks of rows whose norms are from once to sqrt(dim) times their largest element."""
+    """Returns blocks of rows whose norms are 1 to sqrt(dim) times their largest element."""
     batch = make_batch([7 * BLOCK], dim=dim, dtype=torch.bfloat16)
     for tensor in (batch.q, batch.k):
         zeros, ones, single, normal, silu, decaying, mixed = tensor.split(BLOCK)
@@ -215,7 +215,7 @@ def test_norms_of_codes(mode, smooth_k, dim):
 
 
 def test_order_of_values():
-    """v8 has values as the registers of the accumulator need them, and zeros past the end."""
+    """v8 has values in the order of the accumulator's registers, and zeros past the end."""
     batch = batch_of(dim_v=24)
     x = quantized(batch, 0)
     codes = batch.v.to(E4M3).float()
@@ -233,7 +233,7 @@ def test_order_of_values():
 
 @with_modes
 def test_smooth_k(mode):
-    """The mean is subtracted from K; its product with q makes up for it."""
+    """The mean is subtracted from K, and the product of q and the mean is added to the scores."""
     batch = batch_of()
     batch.k.add_(3)
     batch.k[:, :, ::2] *= -1
@@ -324,7 +324,7 @@ def test_rows_past_the_end_do_not_matter():
 
 
 def test_given_descales():
-    """Codes are kept, and descales of every shape mean what they say."""
+    """Given codes are kept, and descales of every shape are applied."""
     batch = batch_of(heads=3)
     plain = quantized(batch, 0)
     total, count = batch.q.shape[0], len(LENGTHS)

@@ -1,5 +1,5 @@
 """Tests of the relative bias: random times, thresholds and tables against the reference; NaN in a
-table; gradients of the same bits in every run; memory.
+table; bitwise deterministic gradients; memory.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def sm90_nan_distances(rows: Tensor, keys: Tensor, dim: int) -> Tensor:
 @pytest.mark.parametrize(("table", "entry"), [("pos_weight", 80), ("ts_weight", 40)])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_nan_stays_in_the_rows_that_read_it(device, dim, table, entry, times):
-    """Everything that no NaN is a term of has the bits that it has beside a weight of zero."""
+    """Results without a NaN term have the same bits as if the weight were zero instead of NaN."""
     lengths = [203, 67]
     batch = make_batch(lengths, dim=dim, dtype=BF16, device=device, mask="causal")
     bias = make_bias(some_tables(times=times), 270, 270, batch.q)
@@ -381,7 +381,7 @@ def test_tables_that_nothing_reads_have_gradients_of_zero(device, lengths_k):
 @pytest.mark.parametrize("buckets", [pytest.param(64, marks=pytest.mark.sanitize), 300])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_gradients_of_tables_are_the_same_in_every_run(device, dim, buckets, deterministic):
-    """Also without `deterministic`: their sums do not depend on the order of additions."""
+    """This holds without `deterministic`, as the sums do not depend on the order of additions."""
     batch = make_batch(
         [700, 3, 0, 260], heads=4, dim=dim, dtype=BF16, device=device, mask="context-target"
     )
@@ -399,7 +399,7 @@ def test_gradients_of_tables_are_the_same_in_every_run(device, dim, buckets, det
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_memory_grows_with_the_tokens(dim):
-    """Forward and backward take less than a byte for each score, gradients included."""
+    """Forward and backward take less than a byte per score, including gradients."""
     peaks = []
     for length in (8192, 16384):
         batch = make_batch([length], heads=1, dim=dim, dtype=BF16, device="cuda", mask="causal")

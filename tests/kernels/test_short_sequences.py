@@ -1,8 +1,8 @@
-"""Tests of what the CUDA kernels do for short sequences and for few rows. All need a GPU.
+"""Tests of the CUDA kernels for short sequences and for few rows. All need a GPU.
 
-The sm80 kernels have tiles for batches of at most 32, 64 and 128 tokens, and in the forward 512. On
-Hopper, forwards of longer ones may have no list of work tiles, and those of few rows have small
-tiles.
+The sm80 kernels have tile sizes for sequences of at most 32, 64, 128 and (forward only) 512 tokens.
+On Hopper, forwards of longer sequences may have no list of work tiles, and forwards of few rows
+have small tiles.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_sequences_longer_than_stated(stated, dim):
 def test_hopper_has_short_sequences_computed_by_sm80(
     dim, longest, count, expected, monkeypatch, capfd
 ):
-    """The forward and the backward, unless HSTU_ATTN_FORCE_ARCH or sm_margin says otherwise."""
+    """This applies to forward and backward, unless HSTU_ATTN_FORCE_ARCH or sm_margin is set."""
     forced = "sm" + os.environ["HSTU_ATTN_FORCE_ARCH"]
     if forced == "sm80":
         pytest.skip("is about a choice that a GPU has which runs sm90's kernels")
@@ -131,7 +131,7 @@ def test_hopper_has_short_sequences_computed_by_sm80(
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_few_rows_have_small_tiles(dim):
-    """Up to 132 tiles of 64 rows, on Hopper."""
+    """On Hopper, calls with up to 132 tiles of 64 rows have small tiles."""
     if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
         pytest.skip("only sm90 has them")
 
@@ -146,5 +146,5 @@ def test_few_rows_have_small_tiles(dim):
         return bool(re.search(r"(true|\(bool\)1)> ?>", name))
 
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
-    assert has_small_tiles(64 * (blocks // 2 - 1))  # of 2 heads
+    assert has_small_tiles(64 * (blocks // 2 - 1))  # rows of each of 2 heads
     assert not has_small_tiles(64 * (blocks // 2))

@@ -1,4 +1,4 @@
-"""Tests of `sm90/split_heuristic.h`, through `_host`: how many splits the keys of a call have."""
+"""Tests of `sm90/split_heuristic.h`, through `_host`: the number of splits of a call's keys."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_invalid_blocks():
 
 
 def longest_block(lengths: list[int], blocks: int) -> int:
-    """Returns when the last block ends if each takes the next work tile as soon as it is idle."""
+    """Returns the end of the last block if each takes the next work tile as soon as it is idle."""
     ends = [0] * blocks
     for length in lengths:
         heapq.heapreplace(ends, ends[0] + length)

@@ -1,4 +1,4 @@
-"""Tests of `hstu_attn.testing`: the bound finds errors, the poison is seen, inputs are varied."""
+"""Tests of `hstu_attn.testing`: tolerances and poisoned memory find errors; inputs are varied."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_batch_row_spans_of_an_empty_batch():
 
 
 def test_the_rule_does_not_hang_on_the_order_of_a_sum():
-    """With a few rows a matrix product sums in lanes, and is nearer than one in order."""
+    """With few rows, a matrix product sums in SIMD lanes, more accurately than sequentially."""
     for _ in range(40):
         batch = make_batch([100, 60], [2, 4], dim=256, dim_v=8, dtype=torch.float32, mask="no-left")
         check_against_reference(hstu_attention, batch)

@@ -1,4 +1,4 @@
-"""Tests of the layer with a cache of keys and values against the layer without one."""
+"""Tests of the layer with a KV cache against the layer without one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def packed(parts: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_histories_that_grow(name: str) -> None:
-    """Each step writes a user's last row again, with the time of the event after it."""
+    """Each step rewrites a user's last row with the time of the next event."""
     config = CASES[name]
     stack = make_stack(config, torch.float64)
     timed = config.enable_relative_attention_bias

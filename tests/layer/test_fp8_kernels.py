@@ -20,7 +20,7 @@ DEVICES = [
 
 
 def bits(codes: Tensor) -> Tensor:
-    """Returns the codes as bytes, all NaN as one."""
+    """Returns the codes as bytes, with a single byte for all NaN."""
     return torch.where(codes.float().isnan(), 0x7F, codes.view(torch.uint8)).cpu()
 
 
@@ -45,7 +45,7 @@ def test_quantize_rows(rows, width, dtype, device, monkeypatch):
 
 
 def assert_quantized(result: tuple[Tensor | None, fp8_linear.Factor], wanted: Tensor, keep: bool):
-    """Codes and descales are those of the 16-bit rows, which are there if they were asked for."""
+    """Checks codes and descales against the 16-bit rows, which are returned on request."""
     kept, (codes, descales) = result
     assert (kept is not None) == keep
     if kept is not None:

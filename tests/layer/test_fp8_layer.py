@@ -1,4 +1,4 @@
-"""Tests of HSTU layers in FP8: e4m3 attention and linears, on the CPU by torch's functions."""
+"""Tests of HSTU layers in FP8: e4m3 attention and linears, on the CPU with torch functions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rows_have_scales():
     assert torch.equal(codes.float().isnan(), ~x.isfinite())
     assert codes.float().nan_to_num(0).abs().amax(1).tolist() == [448, 448, 448, 0, 448]
     values, wanted = (codes.double() * descales.double())[:4], x[:4].double()
-    # Half a step of a normal number, or of a subnormal code, which is 2^-9 apart from the next.
+    # Half a step of a normal number, or half the step 2^-9 of subnormal codes.
     allowed = (wanted.abs() * 2.0**-4).maximum(descales[:4].double() * 2.0**-10) * (1 + 1e-6)
     assert ((values - wanted).abs() <= allowed).all()
 
@@ -112,7 +112,7 @@ def test_a_nan_stays_in_its_row():
 
 
 # Bounds of the relative error (Frobenius norm) of the layer's increment `output - x` and of the
-# gradients, that of x without the residual's. Gradients of tables are sums of which most cancels.
+# gradients, for x without the residual's part. Gradients of tables are sums that mostly cancel.
 BOUNDS = {"attention": (ATTENTION, 0.06), "linears": (LINEARS, 0.12), "layer": (LAYER, 0.12)}
 TABLES = {"d position_weight": 0.2, "d time_weight": 0.2}
 
@@ -243,7 +243,7 @@ def test_what_is_refused():
 @pytest.mark.parametrize("config", [BASE, STU, WIDE], ids=["base", "stu", "e4m3-backward"])
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_fused_layer_on_a_gpu(name, config):
-    """Its errors are those of the same layer composed of torch's functions, on the same GPU."""
+    """The fused layer has about the errors of the composed layer on the same GPU."""
     fp8, bound = BOUNDS[name]
     if config is WIDE and fp8.attention is not None:
         fp8 = replace(fp8, attention=replace(fp8.attention, backward="e4m3"))

@@ -1,5 +1,5 @@
-"""Tests of the fused HSTU layer against the composed one: on the CPU by its steps in plain torch
-and by its Triton kernels in Triton's interpreter, and on a GPU.
+"""Tests of the fused HSTU layer against the composed one: on the CPU with its steps in plain torch
+and with its Triton kernels in Triton's interpreter, and on a GPU.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_gradients_by_differences(changes):
 @pytest.mark.parametrize("frozen", [["uvqk"], ["output"], ["input_norm", "uvqk", "output"]])
 @pytest.mark.parametrize("config", [DROPPING, RMS_STU], ids=["layer norms", "rms norms, no bias"])
 def test_frozen_weights(config, frozen, compiled, recompute, monkeypatch):
-    """Frozen weights cost no product, and change no other gradient."""
+    """Frozen weights need no matrix product, and do not change other gradients."""
     torch._dynamo.reset()
     layer = HSTULayer(replace(config, fused=True, **recompute))
     x, offsets, longest, targets, *_ = compiled_inputs([5, 30, 3])
@@ -201,7 +201,7 @@ def test_fused_can_be_differentiated_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_penalty_of_the_gradient_is_refused(checkpointed):
-    """Its derivative has a path past the layer, by which alone it would be wrong."""
+    """A gradient penalty's derivative has a path around the layer; that path alone is wrong."""
     layer = make_layer(replace(BASE, fused=True))
     inputs = make_inputs(BASE, set(), torch.float64)
     x = inputs["x"].requires_grad_()
@@ -215,7 +215,7 @@ def test_a_penalty_of_the_gradient_is_refused(checkpointed):
 
 @pytest.mark.parametrize("name", ["input_norm.bias", "output.weight"])
 def test_fused_refuses_forward_mode(name):
-    """Also for a weight that attention does not read: on a GPU, kernels would lose its tangent."""
+    """This includes weights that attention does not read, whose tangent GPU kernels would drop."""
     layer = make_layer(replace(BASE, fused=True, norm_affine=True)).requires_grad_(False)
     inputs = make_inputs(BASE, set(), torch.float64)
     owner, _, attribute = name.rpartition(".")
@@ -249,7 +249,7 @@ def test_autocast_changes_nothing(x_dtype):
 @pytest.mark.parametrize("config", [DROPPING, replace(DROPPING, fused=True)])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(config, use_reentrant):
-    """Checkpointing works for both layers; the second forward drops what the first did."""
+    """Checkpointing works for both layers; the recomputed forward has the same dropout."""
     stack = HSTUStack(config, 2).double()
     inputs = make_inputs(config, {"num_targets"}, torch.float64)
     rest = list(inputs.values())[1:]
@@ -274,7 +274,7 @@ def test_activation_checkpointing(config, use_reentrant):
 def sharded_gradients(
     config: HSTULayerConfig, checkpointed: bool
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns all gradients, by ranks that divide the weights and by one process."""
+    """Returns all gradients, from ranks that shard the weights and from one process."""
     stack, inputs = HSTUStack(config, 2), make_inputs(config, {"num_targets"}, torch.float32)
     stack(**inputs).square().sum().backward()
     expected = {name: parameter.grad for name, parameter in stack.named_parameters()}
@@ -297,7 +297,7 @@ def sharded_gradients(
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_sharded_weights(checkpointed):
-    """FSDP2 frees the weights after the forward, and the backward reads them again."""
+    """FSDP2 frees the weights after the forward, and gathers them again for the backward."""
     config = replace(STU, fused=True, output_dropout_ratio=0.0, norm_eps=1e-2, **RECOMPUTE)
     for gradients in run_ranks(2, sharded_gradients, config, checkpointed):
         for actual, expected in gradients.values():
@@ -407,7 +407,7 @@ def test_flags_save_what_they_promise(activation):
 
 
 def test_saved_configurations_load():
-    """Configurations load that were saved before these fields existed, and with them."""
+    """Configurations saved with and without these newer fields can be loaded."""
     new = {"fused", *RECOMPUTE, *RMS_NORMS}
     old = {name: value for name, value in asdict(STU).items() if name not in new}
     assert HSTULayerConfig(**old) == STU
@@ -469,7 +469,7 @@ def test_operators_are_well_formed(config, names, columns_first):
 
 
 def test_tensors_without_data(monkeypatch):
-    """Fake tensors reach no step, and their shapes are known."""
+    """Fake tensors get output shapes without running any step of the layer."""
     config = replace(DROPPING, fused=True)
     shape = (12, config.embedding_dim)
 
@@ -505,7 +505,7 @@ COMPILED = pytest.mark.parametrize("config", [DROPPING, RESEARCH], ids=["stu", "
 @pytest.mark.slow
 @COMPILED
 def test_compiled_stack(config):
-    """The graph has one operator for each layer, and serves other sizes."""
+    """The graph has one operator for each layer, and works for other sizes."""
     torch._dynamo.reset()
     stack = HSTUStack(replace(config, fused=True, recompute_gate=True), 2)
     parameters = list(stack.parameters())

@@ -120,7 +120,7 @@ def test_on_a_gpu(name, dtype, recompute):
     layer = HSTULayer(replace(config, norm_eps=1.0), device="cuda")
     double = with_config(copy.deepcopy(layer).cpu().double(), fused=False)
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    # A weight per head is too few numbers to compare largest errors, so several batches count.
+    # One weight per head is too few to compare largest errors, so several batches are used.
     for _ in range(8 if config.use_group_norm else 1):
         inputs = gpu_inputs(config, names, dtype)
         assert layer._is_fused(inputs["x"])

@@ -1,18 +1,18 @@
-"""A ranking model trained with fused layers, against one with composed layers.
+"""Tests of training a ranking model with fused layers, against composed layers.
 
-Two computations of a formula differ by rounding, and training makes a difference grow: after some
-hundred steps in bf16 the losses differ in the second digit, whoever computed them. So curves of
-losses are compared as samples. Both kinds of layers are trained `RUNS` times on the same batches,
-each time from a start whose weights are off by up to one rounding to the layers' dtype, which is
-what either computation does to them anyway. If the fused layers are right, the two groups of curves
-come from one distribution, and `separation` is an F statistic: around 1, whatever the noise is.
+Two implementations of a formula differ by rounding, and training magnifies the difference: after
+some hundred steps in bf16 the losses differ in the second digit. So loss curves are compared as
+statistical samples. Both kinds of layers are trained `RUNS` times on the same batches, each time
+from initial weights that are perturbed by up to one rounding to the layers' dtype, which both
+implementations apply to the weights anyway. If the fused layers are correct, the two groups of
+curves come from one distribution, and `separation` is an F statistic: around 1 for any noise level.
 
-`SEPARATED` is between what right and wrong code give. Among 53,000 random splits of right curves
-into two groups the largest is 13.4. One training with a learning rate half as high again gives 428
-at least in the case cpu-bf16 (39 starts, two trainings each), and 5,200 at the width of cuda-bf16
+`SEPARATED` is between the values of correct and wrong code. Among 53,000 random splits of correct
+curves into two groups the largest is 13.4. Training with a learning rate 1.5 times as high gives at
+least 428 in the case cpu-bf16 (39 starts, two trainings each), and 5,200 at the width of cuda-bf16
 (5 starts). The logarithms look normal, and then 25 is at least six standard deviations away from
-either. The learning rates are so low because noise grows with them: at 2e-3 the wrong one gave 42
-in the case cpu-bf16, and 9 at the width of cuda-bf16.
+either. Learning rates are low because the noise grows with them: at 2e-3 the wrong one gave 42 in
+the case cpu-bf16, and 9 at the width of cuda-bf16.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Such small tensors gain nothing from more threads, and wait for them on a busy machine."""
+    """Limits torch to one thread: more do not speed up small tensors, and may wait for a core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -150,7 +150,7 @@ def losses_of(
 
 
 def separation(curves: Tensor, others: Tensor) -> Tensor:
-    """The squared distance of two groups' mean curves in each window, over what noise explains.
+    """Returns the squared distance of two groups' mean curves in each window, relative to noise.
 
     Args:
         curves, others: `(runs, steps)`.
@@ -177,7 +177,7 @@ def off_by_a_rounding(model: RankingModel, dtype: torch.dtype) -> RankingModel:
 def test_losses_are_those_of_composed_layers(case: Case, data: RankingData) -> None:
     start = make_model(data, case)
     batches = draw(data, case.steps - WINDOW)
-    batches += batches[:WINDOW]  # so that losses of the last window are of the first one's data
+    batches += batches[:WINDOW]  # so that the last window has the same data as the first one
 
     def curves(fused: bool, runs: int = RUNS, factor: float = 1) -> Tensor:
         found = []
@@ -205,12 +205,12 @@ def step_gradients(case: Case, data: RankingData) -> tuple[Gradients, ...]:
     """Returns each parameter's gradients for `DRAWS` models and batches.
 
     Args:
-        case: what is computed with fused layers.
-        data: what batches are drawn from.
+        case: the configuration, which is computed with fused layers.
+        data: the data from which batches are drawn.
 
     Returns:
-        Those of fused layers; the exact ones, of composed layers in fp32; and those of composed
-        layers in the case's dtype, with the batch in three orders.
+        The gradients of fused layers; the exact ones, of composed layers in fp32; and those of
+        composed layers in the case's dtype, with the batch in three orders.
     """
     windows = data.windows("training")
     found: tuple[Gradients, ...] = tuple({} for _ in range(5))
@@ -238,7 +238,7 @@ def step_gradients(case: Case, data: RankingData) -> tuple[Gradients, ...]:
 
 
 def gain(name: str, gradients: Gradients, exact: Gradients) -> tuple[float, float]:
-    """Returns by which fraction gradients are too large, and the standard error over the draws."""
+    """Returns the fraction by which gradients are too large, and its standard error over draws."""
     factors = torch.stack(
         [
             (one.double() * other.double()).sum() / other.double().square().sum()
@@ -253,8 +253,8 @@ def test_gradients_of_a_step(case: Case, data: RankingData) -> None:
     """Bounds the errors of gradients as `hstu_attn.testing` does, over all draws together.
 
     The exact gradients are those of composed layers in fp32, the references those of composed
-    layers in bf16. An error common to all elements, which that rule would not see, is held below
-    1 %.
+    layers in bf16. A common scale error of all elements, which this rule does not detect, must be
+    below 1 %.
     """
     fused, exact, *composed = step_gradients(case, data)
     for name in exact:

@@ -1,5 +1,5 @@
-"""Tests of jagged operations apart from their numbers (test_jagged_numbers.py): no copy to the
-host, no graph break, zeros past the last offset, and no read out of bounds.
+"""Tests of properties of jagged operations: no copy to the host, no graph break, zeros past the
+last offset, and no read out of bounds. Tests of the numbers are in test_jagged_numbers.py.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Batch], Argu
     "places": (places, lambda b: (b.offsets, b.rows)),
     "embeddings": (embedded, lambda b: (b.values, *b.tables, b.offsets, b.times, b.targets)),
 }
-# The first is what is compiled for; the compiler would take equal sizes for the same number.
+# Compilation uses the first; equal sizes would be compiled as the same symbol.
 LENGTHS = ([5, 9, 3, 0, 13, 6], [20, 9], [1, 2, 3, 21, 0, 14, 4])
 
 every_function = pytest.mark.parametrize(("function", "arguments"), CASES.values(), ids=CASES)
@@ -137,7 +137,7 @@ def differentiable(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 @every_function
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compile_with_dynamic_sizes(function, arguments):
-    """There is one graph without a break or a second compilation, with the same numbers."""
+    """One graph is compiled without breaks or recompilation, and gives the same numbers."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     for n, lengths in enumerate(LENGTHS):
         given = arguments(Batch(lengths))
@@ -158,7 +158,7 @@ def test_compile_with_dynamic_sizes(function, arguments):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compile_with_inductor():
-    """Inductor compiles the way from parts to a layer's rows, forward and backward."""
+    """Inductor compiles the construction of a layer's rows from parts, forward and backward."""
 
     def call(batch: Batch) -> Tensor:
         history, offsets = interleave_jagged(batch.values, batch.others, batch.offsets)
@@ -284,7 +284,7 @@ def test_rows_of_no_sequence_give_nothing(function, arguments):
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("extra", [0, 3])
 def test_empty(lengths, extra):
-    """There is no sequence, or none with a row, and gradients still flow."""
+    """Without sequences, or with only empty ones, gradients can still be computed."""
     offsets = to_offsets(lengths)
     values = rows_of(extra).requires_grad_()
     dense = torch.randn(len(lengths), 4, WIDTH, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Tests of the HSTU layer against a plain one in fp64, sequence by sequence, and its properties."""
+"""Tests of the HSTU layer against a reference layer in fp64, and of its properties."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_embedding_of_positions() -> None:
 def test_initial_positions_end_at_two_deviations() -> None:
     table = PositionalEmbedding(max_seq_len=1000, embedding_dim=25).embedding.weight
     assert 0.39 < table.abs().max() <= 0.4  # twice sqrt(1 / 25)
-    # A normal distribution that is cut there has 0.8796 of its deviation.
+    # A normal distribution truncated there has 0.8796 of its standard deviation.
     assert table.std().item() == pytest.approx(0.8796 * 0.2, rel=0.03)
 
 
@@ -262,7 +262,7 @@ def test_public_names_and_settings() -> None:
 
 
 def test_parameters_of_a_layer_with_rms_norms() -> None:
-    """Only the output linear has a bias, in the state and among the gradients."""
+    """Only the output linear has a bias, in the state dict and among the gradients."""
     assert HSTULayerConfig(**asdict(RMS_STU)) == RMS_STU
     layer = HSTULayer(RMS_STU, dtype=torch.float64)
     names = ["input_norm.weight", "uvqk.weight", "output_norm.weight", "output.weight"]
@@ -280,7 +280,7 @@ def test_parameters_of_a_layer_with_rms_norms() -> None:
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 def test_norms_are_torchs(eps: float) -> None:
-    """The first linear reads `torch.nn.functional`'s norm of the rows."""
+    """The input of the first linear equals `torch.nn.functional`'s norm of the rows."""
     x = 3 + torch.randn(9, 24, dtype=torch.float64)
     for kind, function in (("layer_norm", F.layer_norm), ("rms_norm", F.rms_norm)):
         config = replace(BASE, input_norm=kind, norm_eps=eps, linear_activation="none")
@@ -307,7 +307,7 @@ def test_initial_weights() -> None:
     assert layer.uvqk.weight.mean().item() == pytest.approx(0, abs=0.0005)
     assert layer.uvqk.weight.std().item() == pytest.approx(0.02, rel=0.02)
     beyond = (layer.uvqk.weight.abs() > 0.04).double().mean().item()
-    assert beyond == pytest.approx(0.0455, rel=0.05)  # of a normal distribution
+    assert beyond == pytest.approx(0.0455, rel=0.05)  # as for a normal distribution
     for table in (layer.position_weight, layer.time_weight):
         assert table is not None
         assert table.std().item() == pytest.approx(0.02, rel=0.25)

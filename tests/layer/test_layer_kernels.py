@@ -57,7 +57,7 @@ def close(actual: Tensor | None, expected: Tensor | None) -> None:
 
 @contextmanager
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs so few programs that each has several tiles, of which the last is partial."""
+    """Launches few programs, so that each has several tiles, the last of them partial."""
     with monkeypatch.context() as patch:
         for name in ("LAYER_NORM", "SILU", "GATE"):
             form = getattr(triton_steps, name)
@@ -71,7 +71,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=interpreter)])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Returns each implementation, to be compared with torch's own functions and autograd."""
+    """Returns each implementation of the steps, to compare with torch functions and autograd."""
     if request.param == "torch":
         yield torch_steps
     else:
@@ -236,7 +236,7 @@ def test_dropout_keeps_the_same_fraction_everywhere():
     for dims in ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
         fractions = kept.mean(dim=dims)
         count = kept.numel() / fractions.numel()
-        # The farthest of 4000 rows is 5 deviations away once in a thousand seeds.
+        # In one of a thousand seeds, the farthest of 4000 rows is 5 standard deviations away.
         assert (fractions - (1 - ratio)).abs().max() < 5 * deviation / count**0.5
     flat = kept.flatten(1) - kept.mean()
     neighbors = (flat[:, 1:] * flat[:, :-1]).mean() / deviation**2

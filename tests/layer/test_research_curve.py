@@ -1,8 +1,8 @@
-"""The loss curve of the research layer in bf16 on a GPU, against fp32 on the CPU.
+"""Tests of the research layer's loss curve in bf16 on a GPU, against fp32 on the CPU.
 
-Both trainings have the same weights, batches and negatives and no dropout, so that their curves
-differ by rounding alone, which training magnifies. The means of `WINDOW` steps in bf16 on a CPU
-differ from fp32 by up to 0.3 %. With a gradient of the time tables of the wrong sign, the
+Both trainings have the same initial weights, batches and negatives and no dropout, so that the
+curves differ only by rounding, which training magnifies. The means of `WINDOW` steps in bf16 on a
+CPU differ from fp32 by up to 0.3 %. With a gradient of the time tables of the wrong sign, the
 difference grows to 4.7 %.
 """
 
@@ -24,7 +24,7 @@ from hstu_attn.data.synthetic import write_synthetic_movielens
 pytestmark = pytest.mark.slow
 
 STEPS, WINDOW = 500, 25
-LARGEST = 0.015  # of the relative differences of windows
+LARGEST = 0.015  # limit of the relative differences of windows
 TOKENS, LENGTH, WIDTH, HEADS, NEGATIVES, TEMPERATURE = 1024, 100, 64, 2, 64, 0.1
 LEARNING_RATE = 2e-3
 
@@ -55,10 +55,10 @@ def loss_curve(
     """Trains a model of research layers; returns the loss of each step, `(steps,)` fp64.
 
     Args:
-        log: what the batches are drawn from.
+        log: the events from which batches are drawn.
         device: where to train.
         dtype: the dtype of the layers.
-        steps: how many steps of AdamW.
+        steps: the number of steps of AdamW.
         change: called with the name and the gradient of each parameter in each step.
     """
     model = make_model(log, dtype).to(device).train()
@@ -92,7 +92,7 @@ def window_means(curve: Tensor) -> Tensor:
 
 
 def largest_difference(curve: Tensor, other: Tensor) -> float:
-    """Returns the largest difference of the window means of two curves, over those of the other."""
+    """Returns the largest relative difference of the window means of two curves."""
     means, others = window_means(curve), window_means(other)
     return ((means - others) / others).abs().max().item()
 

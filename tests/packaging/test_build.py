@@ -238,7 +238,7 @@ def test_the_build_says_what_it_compiles(
     everything = set(setup.CSRC.rglob("*.cu"))
     assert {source.path for source in sources if not source.text} == everything
     written = [source.name for source in sources if source.text]
-    assert len(set(written)) == objects  # on many cores the slow half has an object for each dtype
+    assert len(set(written)) == objects  # with many cores, slow sources have one object per dtype
     assert [s.seconds for s in sources] == sorted((s.seconds for s in sources), reverse=True)
     minutes = max(sum(s.seconds for s in sources) / compilers, sources[0].seconds) / 60
     assert setup.announcement() == (

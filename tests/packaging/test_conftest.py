@@ -1,4 +1,4 @@
-"""Tests of the hooks of the suite itself: when failures are printed, and what waits for memory."""
+"""Tests of the suite's own hooks: printing failures at once, and waiting for GPU memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_failure_that_pytest_keeps_holds_no_memory(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(RuntimeError) as caught:
         fail()
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # what is older need not be searched here
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # avoids a slow collection of older objects
     sys.last_value = caught.value  # as pytest does
     del caught
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 2**30))

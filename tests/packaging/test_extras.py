@@ -1,4 +1,4 @@
-"""Tests of the extras of pyproject.toml: each suffices for its purpose."""
+"""Tests of the extras of pyproject.toml: each has all packages for its purpose."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def absent_with(extra: str) -> list[str]:
 
 distributions_of_packages = cache(metadata.packages_distributions)
 
-# Each case is imported by a fork of a process that has imported torch where all is absent that any
-# case lacks. Prints the error of each case, or "".
+# Imports each case in a fork of a process that has imported torch, with the packages hidden that
+# any case lacks. Prints the error of each case, or "".
 IMPORTS = """
 import importlib, json, os, sys, traceback
 from importlib.machinery import PathFinder
@@ -139,9 +139,9 @@ WHAT_IS_TRIED = {**WHAT_IT_IS_FOR, "serving, but data": ["hstu_attn.data"]}
 
 @cache
 def results_of_imports(with_numpy: bool) -> dict[str, str]:
-    """Returns "imported" or the error of each case that brings numpy, or of each that does not.
+    """Returns "imported" or the error of each case with numpy, or of each case without it.
 
-    torch imports numpy where it is, and nothing else that an extra brings.
+    torch imports numpy if it is installed, and no other package of an extra.
     """
     cases = {}
     for what, names in WHAT_IS_TRIED.items():

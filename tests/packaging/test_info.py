@@ -1,4 +1,4 @@
-"""Tests of `python -m hstu_attn.info`: its report is true, and each failure names its remedy."""
+"""Tests of `python -m hstu_attn.info`: its report is correct, and each failure names a remedy."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_hidden_gpus_are_no_failure(monkeypatch):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Calls `gpu_kernels` for a made-up GPU and a made-up build, in the real environment."""
+    """Calls `gpu_kernels` for a fake GPU and a fake build, in the real environment."""
     library = ctypes.CDLL(str(ops.LIBRARY_PATH))
 
     def call(capability: tuple[int, int], build: dict[str, str], gpu: str = "arch 80") -> str:

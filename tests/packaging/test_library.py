@@ -181,7 +181,7 @@ def test_the_operator_itself_has_gradients(mask, bias):
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "rab"])
 def test_gradients_of_one_input_alone(wanted):
-    """One gradient alone has the same values; without that of rab the order of sums may differ."""
+    """A single gradient has the same values; without the rab gradient, sums may be reordered."""
     batch = batch_of("causal", "rab-1-head")
     dout = dout_of(batch)
     expected = run(hstu_attention, batch, dout)[f"d{wanted}"]

@@ -1,4 +1,4 @@
-"""Tests of tools/make_venv.py: which build of torch it asks pip for, and what it prints."""
+"""Tests of tools/make_venv.py: the build of torch that it requests from pip, and its output."""
 
 from __future__ import annotations
 

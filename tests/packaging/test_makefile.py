@@ -1,4 +1,4 @@
-"""Tests that `make` alone lists the targets and starts nothing, and what GPU targets start."""
+"""Tests that plain `make` only lists the targets, and of the commands of GPU targets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ exit $(echo $STATUSES | cut -d, -f $(wc -l < "$CALLS"))
 
 
 def make(tmp_path: Path, target: str, statuses: str, *options: str) -> tuple[int, list[str]]:
-    """Returns the exit status of a target, and with which arguments it called Python."""
+    """Returns the exit status of a target, and the arguments of its calls of Python."""
     venv, calls = tmp_path / "venv", tmp_path / "calls"
     (venv / "bin").mkdir(parents=True, exist_ok=True)
     (venv / "bin/python").write_text(PYTHON)

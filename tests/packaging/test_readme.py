@@ -1,5 +1,5 @@
 """Tests of README.md, CONTRIBUTING.md and docs/: code and commands run as they are written,
-tables are those of the stored results, and the files and identifiers that they name exist.
+tables match the stored results, and the named files and identifiers exist.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_a_python_block_runs_by_itself(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A block prints what the comments after its calls of print say, and its tensors are finite."""
+    """A block's output matches the comments after its print calls, and its tensors are finite."""
     if "hstu_attn.serving" in block:
         pytest.importorskip("hstu_attn._host", reason="_host has not been built")
     monkeypatch.chdir(tmp_path)
@@ -186,7 +186,7 @@ def test_a_program_takes_these_options(words: str) -> None:
 @pytest.mark.slow
 @pytest.mark.documented
 def test_pytest_commands_find_tests() -> None:
-    """One process collects for all commands, so that it imports modules once."""
+    """A single process collects the tests of all commands, so that modules are imported once."""
     commands = [shlex.split(c, comments=True) for c in COMMANDS if "-m pytest " in c]
     assert len(commands) >= 3
     assert all(words[:3] == ["python", "-m", "pytest"] for words in commands)
@@ -268,7 +268,7 @@ def test_the_tables_are_those_of_the_results(path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_stored_record_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables are made of each group of each file, but for those in the text of pages."""
+    """Tables show each group of each file, except for groups that pages describe in their text."""
     # In `FIGURES` of performance.md, and in docs/kernels/paged.md.
     shown: set[tuple[str, str | None]] = {("stack", "stack"), ("paged against", None)}
     stored = report.stored
@@ -286,7 +286,7 @@ def test_every_stored_record_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record(file: str, **wanted: object) -> dict[str, Any]:
-    """Returns the first stored record with these values; of an H200 where no folder is named."""
+    """Returns the first stored record with these values; by default, of an H200."""
     path = file if "/" in file else f"h200/{file}"
     records = json.loads((ROOT / f"benchmarks/results/{path}.json").read_text())
     return next(r for r in records if all(r.get(name) == x for name, x in wanted.items()))
@@ -310,7 +310,7 @@ def engine_qps(graphs: bool) -> float:
 
 
 def paged_us(head_dim: int, batch: int) -> str:
-    """Returns the time of the usual request as a graph, and the target that follows from it."""
+    """Returns the time of the default request as a CUDA graph, and the target derived from it."""
     usual = {"history": 4096, "new": 128, "candidates": 256, "page_size": 128}
     found = record("paged", impl="graph", head_dim=head_dim, batch=batch, **usual)
     return f"{found['us']:.1f} of {1.5 * found['needs_us'] + 5:.1f}"

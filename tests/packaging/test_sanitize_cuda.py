@@ -1,4 +1,4 @@
-"""Tests of how tests are run under compute-sanitizer, with a program in its place."""
+"""Tests of running tests under compute-sanitizer, with a fake program in its place."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAN", str(tmp_path / "ran"))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # pytest then starts sooner
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # for a faster start of pytest
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     return tmp_path
 

@@ -14,7 +14,7 @@ from tests.helpers.stores import KINDS, Place, RedisServer, redis_server
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch computes in one thread: the threads of the tests and of the engine are enough."""
+    """Limits torch to one thread, because tests and the engine have threads of their own."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -29,7 +29,7 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """A place for a store of each kind, empty."""
+    """An empty location for a store, parametrized over the kinds of stores."""
     server = None
     if request.param == "redis":
         server = request.getfixturevalue("shared_redis")
@@ -41,7 +41,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns a list that grows with each captured call."""
+    """Returns a list to which each captured call is appended."""
     from hstu_attn.serving import graphs
 
     calls: list[Any] = []

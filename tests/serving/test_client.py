@@ -26,7 +26,7 @@ OK = (200, {}, {"scores": [0.5]})
 
 
 def ask(address: str, call: Callable[[Client], Coroutine[Any, Any, Any]], **options: Any) -> Any:
-    """Returns what a call of a client returns."""
+    """Returns the result of a call of a client."""
 
     async def run() -> Any:
         async with Client(address, **options) as client:
@@ -80,7 +80,7 @@ class Scripted:
             server.close()
 
     def score(self, **options: Any) -> Any:
-        """Returns what a client gets that asks for a score."""
+        """Returns a client's result of a /score request."""
 
         async def run() -> Any:
             async with self.listening() as address, Client(address, **options) as client:
@@ -91,7 +91,7 @@ class Scripted:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """The bounds that pauses are drawn from; each is drawn as its longest, and takes no time."""
+    """Records the upper bounds of pauses; each pause is drawn as its bound, and takes no time."""
     drawn: list[tuple[float, float]] = []
 
     def uniform(low: float, high: float) -> float:
@@ -106,7 +106,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
 def sleep_by(
     monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], Coroutine[Any, Any, None]]
 ) -> None:
-    """Lets the client, and nothing else, sleep in another way."""
+    """Replaces `sleep` in the client alone."""
     other = SimpleNamespace(sleep=sleep, TimeoutError=asyncio.TimeoutError)
     monkeypatch.setattr(client_module, "asyncio", other)
 
@@ -157,7 +157,7 @@ def test_what_the_server_refuses_is_said(server: Running) -> None:
 
 
 def test_the_server_knows_the_deadline() -> None:
-    """It drops what it could not answer in time, and the client does not wait for longer."""
+    """The server drops requests that miss their deadline, and the client waits no longer."""
     with running() as server:
         server.hold()
 
@@ -219,7 +219,7 @@ def test_no_attempt_before_the_time_that_the_server_names(
     assert Scripted(full, OK).score(timeout=60.0) == [0.5]
     assert slept == [3.05]
     with pytest.raises(UnavailableError, match="no answer in 1 attempts"):
-        Scripted(full, OK).score(timeout=2.0)  # the time would be too late
+        Scripted(full, OK).score(timeout=2.0)  # a retry would be too late
     for unclear in ("soon", "-1", "Wed, 21 Oct 2099 07:28:00 GMT", "1e9"):
         assert Scripted((503, {"Retry-After": unclear}, {}), OK).score() == [0.5]
     assert slept[1:] == [0.05] * 4

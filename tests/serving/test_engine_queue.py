@@ -1,4 +1,4 @@
-"""Tests of an engine's queue: order, batches, turns, deadlines, overload, and its end."""
+"""Tests of an engine's queue: order, batches, fairness, deadlines, overload, and shutdown."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_batch_waits_for_others_but_not_for_long() -> None:
 def test_answers_are_handed_out_while_a_device_computes(
     hold: Callable[..., Held], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, a batch's answers come when the next batch has been given to the device."""
+    """On a GPU, a batch's answers are returned after the next batch has been launched."""
     monkeypatch.setattr(Scorer, "runs_ahead", True)
     held = hold(max_batch_size=2, max_wait=0.0)
     futures = [held.first]
@@ -170,7 +170,7 @@ def test_no_answer_waits_for_a_batch_that_is_not_computed(
     events = {"has no history": [], "fails": [(POISON, 1)], "is cancelled": [(1, 1)]}[kind]
     second = held.engine.submit_score(1, events, [1])
     if kind == "is cancelled":
-        # It is cancelled when the queue has said that there is a batch.
+        # The request is cancelled after the queue has reported a batch.
         take = held.engine._waiting.take
         monkeypatch.setattr(held.engine._waiting, "take", lambda: (second.cancel(), take())[1])
     else:
@@ -246,7 +246,7 @@ def test_what_is_too_late_is_not_computed(hold: Callable[..., Held]) -> None:
 
 
 def test_what_would_wait_for_too_long_is_refused_at_once(hold: Callable[..., Held]) -> None:
-    """The batch that is held up has taken longer than a request may wait."""
+    """The running batch has already taken longer than a request may wait."""
     held = hold(max_batch_size=2, max_queue_seconds=0.05)
     next_batch = [held.engine.submit_score(user, [(1, 1)], [1]) for user in (1, 2)]
     assert held.engine.stats().backlog == 0

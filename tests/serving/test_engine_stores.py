@@ -1,5 +1,5 @@
-"""Tests of engines on stores: what is answered is stored, once, and in the order of its times;
-engines that share a store answer as one.
+"""Tests of engines with stores: events of answered requests are stored once and in the order of
+their times, and engines that share a store answer consistently.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class SlowStore(MemoryStore):
-    """Its commits wait until they are let through, or fail, as a test says."""
+    """A store whose commits wait until a test lets them proceed, or fail."""
 
     waits = True
 
@@ -76,7 +76,7 @@ class SlowStore(MemoryStore):
 
 @pytest.mark.slow
 def test_answers_are_those_of_what_is_stored(place: Place) -> None:
-    """Also after the engine, and a store that is no memory, have been opened again."""
+    """Answers match the stored events, also after engine and persistent store are reopened."""
     model = make_model("retrieval")
     histories, rng = Histories(model), random.Random(0)
     store = place.open(LONGEST)
@@ -101,9 +101,9 @@ def test_answers_are_those_of_what_is_stored(place: Place) -> None:
 
 @pytest.mark.slow
 def test_engines_that_share_a_store(shared_redis: RedisServer) -> None:
-    """Two engines, each with a store and a cache of its own, serve the same users from several
-    threads. Each answer is that of the user's events in the order in which they were stored, up to
-    those of the request.
+    """Two engines, each with its own connection to the store and its own cache, serve the same
+    users from several threads. Each answer is that for the user's events in the order in which they
+    were stored, up to those of the request.
     """
     shared_redis.client.flushall()
     model = make_model("ranking, times")
@@ -129,7 +129,7 @@ def test_engines_that_share_a_store(shared_redis: RedisServer) -> None:
 
     with ExitStack() as stack:
         stores = [stack.enter_context(RedisStore(shared_redis.url, 1000)) for _ in range(2)]
-        # Histories are not cut, so that the events of every answer can be told afterwards.
+        # Histories are not truncated, so that the events of every answer are known afterwards.
         engines = []
         model.max_history = 1000
         model.position = torch.nn.Embedding(1001, 24).double().requires_grad_(False)
@@ -156,8 +156,8 @@ def test_engines_that_share_a_store(shared_redis: RedisServer) -> None:
 def test_what_another_process_changed_is_not_read_from_the_cache(
     shared_redis: RedisServer,
 ) -> None:
-    """Events are appended, deleted and replaced behind the back of an engine that has them cached,
-    as another process does, and as a server does that lost its last second.
+    """Events that an engine has cached are appended, deleted and replaced directly in the store, as
+    by another process, or by a Redis server that lost its last second.
     """
     shared_redis.client.flushall()
     model = make_model("retrieval")
@@ -166,7 +166,7 @@ def test_what_another_process_changed_is_not_read_from_the_cache(
     with mine, other, Engine(model, make_cache(9), store=mine) as engine:
         engine.score(7, first, [1])
         for events, hits in (
-            ([*first, (4, 4, 0)], 2),  # what is cached stays valid
+            ([*first, (4, 4, 0)], 2),  # the cached rows stay valid
             ([*first, (5, 5, 0)], 0),  # here the last event is another
             ([(3, 3, 0), (5, 5, 0)], 0),
             ([(3, 3, 0)], 0),
@@ -227,7 +227,7 @@ def test_no_answer_is_given_before_it_is_stored() -> None:
         time.sleep(0.05)
         assert not first.done()
         assert not first.cancel()  # it is too late
-        # Others are computed meanwhile, and wait for their turn to be stored.
+        # Other requests are computed meanwhile, and wait for their commits.
         batches = engine.stats().batches
         second = engine.submit_score(2, [(2, 2)], [1])
         end = time.monotonic() + 20
@@ -351,7 +351,7 @@ def test_a_retry_does_not_double_an_event(place: Place) -> None:
 def test_a_long_request_that_is_sent_twice_changes_nothing(
     place: Place, drop: int, step: int
 ) -> None:
-    """Only its latest events are stored, so that the others are not known the second time."""
+    """Only the request's latest events are stored, so the store cannot recognize the others."""
     model, store = make_model("retrieval"), place.open(LONGEST, drop)
     sent = [(n % 50, 10 + step * n, 0) for n in range(LONGEST + 5)]
     with Engine(model, make_cache(9), store=store) as engine:
@@ -494,7 +494,7 @@ def test_users_whose_rows_are_damaged_fail_alone(
 
 
 def test_a_deleted_user_is_nowhere(place: Place) -> None:
-    """Neither in the pages of the device, nor in those of the host, nor in the store."""
+    """The user is removed from the pages of the device and of the host, and from the store."""
     model = make_model("retrieval")
     store, cache = place.open(LONGEST), make_cache(6, host_pages=12)
     rng = random.Random(1)
@@ -519,7 +519,7 @@ def test_a_deleted_user_is_nowhere(place: Place) -> None:
 def test_what_is_deleted_is_not_answered_from_though_the_store_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program reads the log, so that the store deletes the events and says it could not."""
+    """Another program reads the log, so the store deletes the events, but raises an error."""
     monkeypatch.setattr(sqlite_store, "_WAIT_SECONDS", 0.05)
     path, model = tmp_path / "events.sqlite", make_model("retrieval")
     with (
@@ -576,8 +576,8 @@ def test_pruning(place: Place) -> None:
 
 @pytest.mark.slow
 def test_deleting_while_users_are_served(place: Place) -> None:
-    """Threads append to users while they are deleted and pruned. Each answer is that of the end of
-    what its thread has sent since; none fails.
+    """Threads append events to users who are deleted and pruned meanwhile. Each answer is that for
+    a suffix of the events that its thread has sent; no request fails.
     """
     model = make_model("retrieval")
     store = place.open(LONGEST)
@@ -624,7 +624,7 @@ def test_deleting_while_users_are_served(place: Place) -> None:
 
 
 def test_a_small_cache_bounds_what_is_known() -> None:
-    """Of users whose pages are gone, an engine keeps no events either."""
+    """An engine keeps no events of users whose pages have been evicted."""
     model, store = make_model("retrieval"), MemoryStore(1000, LONGEST)
     with Engine(model, make_cache(3), store=store) as engine:
         for user in range(50):

@@ -1,4 +1,4 @@
-"""Tests of the queue on a clock of their own: turns, shares, expected waits, and who gives way."""
+"""Tests of the queue with a fake clock: order, shares, expected waits, and displaced requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def request(client: str, user: int | str, now: float = 0.0, deadline: float = ma
 
 
 def refusal(queue: FairQueue, one: Request, displaced: list[Request] | None = None) -> str | None:
-    """Puts a request; returns why it was refused, or adds what gave way to it."""
+    """Puts a request; returns the reason of a refusal, or adds the requests that it displaced."""
     try:
         gone = queue.put(one, 0.0, wanted)
     except OverloadedError as error:
@@ -45,7 +45,7 @@ def refusal(queue: FairQueue, one: Request, displaced: list[Request] | None = No
 
 
 def told(call: Callable[[], object]) -> str:
-    """Returns what a refusal for time says, or an empty text."""
+    """Returns the message if a request is refused for its expected wait, or an empty text."""
     try:
         call()
     except LongWaitError as error:
@@ -86,7 +86,7 @@ def test_a_user_is_never_twice_in_a_batch_whichever_client_asks() -> None:
 
 @pytest.mark.slow
 def test_a_flood_takes_no_more_than_its_share_of_each_batch() -> None:
-    """One client sends without end for many users; two others have their thirds of each batch."""
+    """One client floods the queue for many users; two others get their thirds of each batch."""
     queue, rng = FairQueue(600, 9), random.Random(0)
     served: Counter[str] = Counter()
     for _ in range(100):
@@ -153,7 +153,7 @@ def test_whoever_has_less_than_its_share_finds_room(seed: int) -> None:
 
 
 def test_the_expected_wait_is_that_of_the_turns() -> None:
-    """A queue that serves a batch of 4 each second: the wait that is told is the one that comes."""
+    """The queue serves a batch of 4 each second: the expected wait equals the actual one."""
     queue = FairQueue(1000, 4)
     assert queue.expected_wait("a", 1, 0.0) == 0.0
     fill(queue, "a", [1])
@@ -165,7 +165,7 @@ def test_the_expected_wait_is_that_of_the_turns() -> None:
     told = {}
     for client, user in (("a", 1), ("a", 7), ("b", 2), ("c", 3)):
         told[client, user] = queue.expected_wait(client, user, 1.0)
-    # Of "c", one request of each other client comes first; of "b", 6 of its own and 7 of "a".
+    # Before "c", one request of each other client is served; before "b", 6 of its own and 7 of "a".
     assert told["c", 3] == 0.0
     assert told["b", 2] == 13 // 4
     assert told["a", 1] == (41 + 6) // 4
@@ -179,12 +179,12 @@ def test_the_expected_wait_is_that_of_the_turns() -> None:
             waits[taken.client, taken.user] = float(second)
         queue.finish(2.0 + second)
     for key, wait in told.items():
-        assert abs(waits[key] - wait) <= 1  # the four were told without each other
+        assert abs(waits[key] - wait) <= 1  # each estimate ignores the other three requests
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_wait_is_longer_than_the_bound(seed: int) -> None:
-    """Whoever is let in without a look at all who wait would have been let in with it."""
+    """A request that is accepted by the bound alone would also be accepted by the exact wait."""
     queue, rng, told = FairQueue(10**6, 4), random.Random(seed), list[float]()
     now = 0.0
     for _ in range(300):
@@ -222,7 +222,7 @@ def test_what_may_make_room_is_no_reason_to_refuse_a_client() -> None:
     fill(queue, "a", [1])
     queue.take(0.0, wanted)
     waiting = fill(queue, "a", [2, 3])
-    queue.check("a", 0.0)  # how long a batch takes is not known
+    queue.check("a", 0.0)  # the duration of a batch is not known yet
     with pytest.raises(LongWaitError, match=r"at most 0\.5 s .*, got 2 s"):
         queue.check("a", 1.0)
     waiting[0].future.cancel()
@@ -250,7 +250,7 @@ def test_a_batch_that_runs_for_long_lengthens_the_wait() -> None:
 
 
 def test_what_fits_into_the_next_batch_is_never_refused_for_time() -> None:
-    """So that an engine that was slow for a while is measured again."""
+    """This lets the queue measure again an engine that was slow for a while."""
     queue = FairQueue(1000, 2, max_seconds=0.5)
     now = 0.0
     for seconds in [60.0] + [0.01] * 40:

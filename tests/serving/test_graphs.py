@@ -1,5 +1,5 @@
-"""Tests of captured graphs of an engine's steps: to which shapes batches are padded, that
-neither padding nor replaying changes an answer, and that a failed capture changes no answer.
+"""Tests of captured graphs of an engine's steps: the shapes to which batches are padded, and that
+padding, replays and failed captures change no answer.
 
 Without a GPU nothing is captured, and the same calls run on the same padded buffers.
 """
@@ -61,7 +61,7 @@ def serve(engine: Engine, batch: Batch) -> list[Tensor]:
 
 
 class Comparison:
-    """Compares engines' answers with exact ones; all must be about as near as the last engine's."""
+    """Compares engines' answers with exact ones; errors must be about those of the last engine."""
 
     def __init__(self, name: str, model: Any) -> None:
         self.histories = Histories(twin(name, model, torch.float64))
@@ -127,13 +127,13 @@ def test_a_batch_takes_the_smallest_shape_that_holds_it() -> None:
     assert of(4, 512, 128) == Shape(4, 512, 128)
     assert of(4, 512, 129) == Shape(4, 512, 512)
     assert of(2, 1000, 512) == Shape(2, 1024, 512)
-    assert of(2, 1000, 590) == Shape(2, 1024, 600)  # no request has more
+    assert of(2, 1000, 590) == Shape(2, 1024, 600)  # 600 is the most that requests may have
     assert of(16, 4096, 257) == Shape(16, 4096, 600)
     assert of(20, 4097, 300) == Shape(20, 10**6, 600)
 
 
 def test_a_full_batch_of_the_usual_size_has_a_shape() -> None:
-    """It has 32 requests, each with 128 candidates, a new event, and the one before it again."""
+    """The batch has 32 requests: 128 candidates, a new event, and the rewritten previous event."""
     limits = StepLimits(requests=32, events=2048, candidates=128)
     of = make_graphs(GraphBuckets(), limits)._shape_of
     assert of(32, 32 * 130, 130) == Shape(32, 4608, 144)
@@ -315,7 +315,7 @@ def test_batches_without_a_shape_are_computed_all_the_same() -> None:
 def test_what_cannot_be_captured_is_computed_without_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is one warning for each shape."""
+    """A warning is logged once for each shape."""
 
     def broken(device: torch.device) -> Callable[[Any], Any]:
         def capture(call: Any) -> Any:
@@ -373,7 +373,9 @@ def test_a_capture_that_fails_half_way_harms_nobody(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 def test_other_threads_may_use_the_gpu_meanwhile() -> None:
-    """They may not draw from torch's own generator while a step is captured, but from another."""
+    """During a capture, other threads may draw random numbers, except from torch's default
+    generator.
+    """
     done = threading.Event()
 
     def work() -> int:

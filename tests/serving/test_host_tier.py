@@ -1,5 +1,5 @@
-"""Tests of the paged KV cache's host tier: where users are, that copies are waited for, and what
-the tier saves. Random operations against a model are in test_paged_cache_model.py.
+"""Tests of the paged KV cache's host tier: the location of users, synchronization of copies, and
+the saved computation. Random operations against a model are in test_paged_cache_model.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAGE_BYTES = LAYERS * 2 * PAGE * HEADS * DIM * 8
 
 
 def places(cache: PagedKVCache) -> dict[int, str]:
-    """Returns where the tokens of users are."""
+    """Returns the location of each user's tokens."""
     table, found = cache._table, {}
     for user in USERS:
         tiers = (table.pages(user), "device"), (table.host_pages(user), "host")
@@ -229,7 +229,7 @@ def test_pages_of_any_dtype(dtype):
 
 
 class LateStream(TorchDispatchMode):
-    """A side stream that makes its copies only when something waits for them."""
+    """A fake side stream that makes its copies only when something waits for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class LateStream(TorchDispatchMode):
 
 
 class MainStream:
-    """A stream that does its work immediately."""
+    """A fake main stream that does its work immediately."""
 
     def __init__(self, side: LateStream) -> None:
         self.wait_event = side.run
@@ -292,7 +292,7 @@ def device_rows(layer: int, tokens: list[int], device: str) -> torch.Tensor:
 
 def use_at_random(cache: PagedKVCache, device: str, steps: int, pause: Callable[[], None]) -> None:
     """Runs steps that check the cached rows of each layer without waiting for the device, and
-    that sometimes fail. In the end it checks all rows, also those on the host.
+    that sometimes fail. At the end it checks all rows, including those on the host.
     """
     rng = random.Random(torch.initial_seed())
     tokens: dict[int, list[int]] = {}
@@ -375,13 +375,13 @@ def test_copies_of_a_layer_are_not_waited_for_by_those_before_it():
             assert side.done == 0
             for layer in range(LAYERS):
                 step.paged_kv(layer)
-                # User 1 goes to the host, then comes back: each layer to a buffer and to its pages.
+                # User 1 is evicted to the host and restored, each layer by a buffer to its pages.
                 assert side.done == LAYERS + 2 * (layer + 1)
     check_everything(cache)
 
 
 def test_copies_that_fail_half_way_are_waited_for(monkeypatch):
-    """Copies that failed half way are waited for, lest they fill released pages later."""
+    """Copies that failed half way are waited for, so that they cannot write to released pages."""
     cache = make_cache(2, host_pages=4)
     with late_copies(cache) as side:
         fill(cache, _1=20, _2=20)
@@ -395,7 +395,7 @@ def test_copies_that_fail_half_way_are_waited_for(monkeypatch):
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(kernels=False))]
 )
 def test_random_steps(device):
-    """On a GPU either stream is delayed now and then, so that the other one is early."""
+    """On a GPU, streams are delayed at random, so that missing synchronization is noticed."""
     cache = make_cache(12, device, host_pages=9)
     rng = random.Random(torch.initial_seed())
 
@@ -443,7 +443,7 @@ def test_the_host_does_not_wait_for_the_gpu():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["retrieval", "ranking, times"])
 def test_an_engine_recomputes_less(name):
-    """More users than fit on the device: with a host tier their events are computed once."""
+    """With a host tier, events are computed once even if not all users fit on the device."""
     model = serving_models.make_model(name)
     recomputed = {}
     for host_pages in (0, 24):

@@ -1,4 +1,4 @@
-"""Tests of engines of two models on one store, of which the later one knows more items."""
+"""Tests of two engines on one store, where the later model has more items than the earlier one."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_each_model_reads_the_events_that_it_knows(engines: list[Engine]) -> Non
             ((_, rows),) = engine.store.read([user], [0])  # type: ignore[misc]
             assert [*map(tuple, rows.tolist())] == events
     assert skipped > 100
-    # The events that are left out do not make others be computed again.
+    # Ignored events do not cause others to be recomputed.
     assert all(engine.stats().hit_tokens > 500 for engine in engines)
 
 
 def test_events_that_are_left_out_are_stored_ones(engines: list[Engine]) -> None:
-    """They have their place in time, they stay, and a user with no others is new to the model."""
+    """Ignored events keep their order and are stored; a user who has no others counts as new."""
     earlier, later = engines
     model: Any = earlier.model
     later.score(1, [(EARLIER, 100)], [1])

@@ -1,5 +1,5 @@
-"""Tests of changes of the model of an engine under load: each answer is that of one model, and a
-model that is not sound changes nothing.
+"""Tests of changing an engine's model under load: each answer is that of one model, and an invalid
+model has no effect.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def sound(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu") ->
     ],
 )
 def test_changes_under_load(name: str, graphs: bool | GraphBuckets, place: Place) -> None:
-    """Threads append events to users of their own while models take turns. Each answer is that of
-    one of the models on the user's events; what is asked after a change, that of its model.
+    """Each thread appends events to its own users while models take turns. Each answer is that of
+    one model for the user's events; requests after a change are answered by the new model.
     """
     models = [sound(name) for _ in range(2)]
     store = place.open(LONGEST)
@@ -188,7 +188,7 @@ def test_a_change_waits_for_the_batch_under_way() -> None:
         assert gate.reached.wait(10)
         change = threading.Thread(target=engine.swap, args=(models[1],))
         change.start()
-        change.join(0.3)  # it is checked and ready meanwhile
+        change.join(0.3)  # meanwhile the new model has been checked
         assert change.is_alive()
         assert engine.model is models[0]
         later = engine.submit_score(2, [(1, 1)], [2, 3])
@@ -221,7 +221,7 @@ def test_a_model_of_other_shapes_has_a_cache_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["retrieval", "ranking"])
 def test_a_check_records_no_gradients(name: str) -> None:
-    """With gradients, it and a thread that uses the same parameters could wait for one another."""
+    """With gradients, the check could deadlock with a thread that uses the same parameters."""
     models, enabled = [sound(name) for _ in range(2)], list[bool]()
 
     class Recorder(TorchFunctionMode):
@@ -263,7 +263,7 @@ def test_a_probe_says_what_a_model_answers() -> None:
 def test_a_new_model_has_graphs_before_it_takes_over(
     ahead: bool, captured: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that serves captures them, and in between it serves what comes meanwhile."""
+    """The serving thread captures the graphs, and serves requests between captures."""
     old, new = sound("ranking"), sound("ranking")
     events = np.array(some_events(random.Random(0), 0, 30, 3), np.int64)
     expected = [model.whole(events, [1, 2], 0) for model in (old, new)]
@@ -419,7 +419,7 @@ def test_a_model_that_is_not_sound_changes_nothing(make: Callable[[], Any], mess
 
 @pytest.mark.parametrize("is_sound", [True, False])
 def test_threads_take_short_turns_while_a_model_is_checked(is_sound: bool) -> None:
-    """Otherwise the thread that serves would wait 5 ms for each of its calls of torch."""
+    """Otherwise each torch call of the serving thread would wait 5 ms for the interpreter lock."""
     before, turns = sys.getswitchinterval(), []
     model = sound("retrieval")
     inner = model.score

@@ -56,8 +56,8 @@ class OpenStep(NamedTuple):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """The model: the tokens of each user, and the users in no open step on the device and on the
-    host, least recently used first.
+    """The model: the tokens of each user, and the users without an open step on the device and on
+    the host, least recently used first.
     """
 
     @initialize(num_pages=st.integers(1, 14), host_pages=st.none() | st.integers(0, 16))
@@ -298,7 +298,7 @@ def test_random_operations_against_a_model():
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_pages", "host_pages"), [(7, None), (7, 0), (7, 6), (12, 30)])
 def test_many_operations_against_a_model(num_pages, host_pages):
-    """The test runs longer, with more steps that find users in the cache."""
+    """A longer run, with more steps whose users are in the cache."""
     rng = random.Random(torch.initial_seed())
     machine = CacheMachine()
     machine.start(num_pages, host_pages)

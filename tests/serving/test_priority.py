@@ -1,4 +1,4 @@
-"""Tests that a process takes the priority of another one."""
+"""Tests of giving a process the priority of another process."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # Ray takes a while to be imported
 
 @pytest.fixture(autouse=True)
 def unfrozen() -> Iterator[None]:
-    """Lets the collector see again what a replica has frozen in this process."""
+    """Undoes the `gc.freeze` of a replica in this process."""
     yield
     gc.unfreeze()
 
@@ -87,10 +87,10 @@ def test_a_running_replica_keeps_what_it_serves_where_a_change_fails(
 
     with Engine(make_model("retrieval"), make_cache(12)) as engine:
         replica = Replica(lambda replica: Served(engine, app, change=change))
-        reconfigure({})  # what has been loaded
+        reconfigure({})  # keeps the loaded model
         assert changes == []
         with pytest.raises(ValueError, match="not a model"):
-            reconfigure({"model": "wrong"})  # it could not serve what is asked for
+            reconfigure({"model": "wrong"})  # a model that cannot be served
         reconfigure({"model": "right"})
         replica.check_health()
         reconfigure({"model": "right"})  # as when Ray gives it another rank

@@ -57,7 +57,7 @@ TRAFFIC: list[dict[int, tuple[int, int]]] = [
 
 
 class Step(NamedTuple):
-    """A step's arguments of `PagedKVCache.step`, its inputs after the page tables, and the
+    """A step: the arguments of `PagedKVCache.step`, the inputs after the page tables, and the
     scores without a cache.
     """
 
@@ -154,7 +154,7 @@ def assert_close(scores: Tensor, expected: Tensor) -> None:
     ["retrieval", *(pytest.param(name, marks=pytest.mark.slow) for name in RANKING)],
 )
 def test_scores_are_those_of_whole_histories(name: str) -> None:
-    """The step computes them as written and as a graph for any sizes, which writes its cache."""
+    """Checks the step itself and its graph with dynamic sizes, which also writes to the cache."""
     model = make_model(name)
     step, steps = make_step(model), list(traffic(model))
     for scores, expected in run(step, steps):

@@ -1,6 +1,5 @@
-"""Tests of engines on stores under faults: a store that is full, one that a killed process left,
-Redis that hangs, clocks that are wrong. What was acknowledged is stored, and the log says what
-happened.
+"""Tests of engines with faulty stores: a full store, the files of a killed process, a hanging
+Redis, wrong clocks. Acknowledged events are stored, and the log reports the fault.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ YEARS = 10 * 365 * 86400
 
 
 def limit(store: EventStore, server: RedisServer | None, limited: bool) -> None:
-    """Lets the store have no more room than it has taken, or any."""
+    """Limits the store to its current size, or removes the limit."""
     if isinstance(store, SQLiteStore):
-        pages = 1 if limited else 2**30  # the least is what the file has
+        pages = 1 if limited else 2**30  # SQLite never limits a file to less than its size
         store._writer.execute(f"PRAGMA max_page_count = {pages}")
     else:
         assert server is not None
@@ -95,7 +94,7 @@ def test_a_full_store_refuses_events_until_there_is_room(
 
 @pytest.mark.parametrize("place", ["sqlite", "redis"], indirect=True)
 def test_events_are_deleted_from_a_full_store(place: Place) -> None:
-    """This is how an operator makes room."""
+    """An operator can make room by deleting events."""
     model, store = make_model("retrieval"), place.open(LONGEST)
     with Engine(model, make_cache(24), store=store) as engine:
         for user in range(6):
@@ -119,7 +118,7 @@ def test_events_are_deleted_from_a_full_store(place: Place) -> None:
 
 
 def test_what_is_recovered_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The files are copied while a process has them, as they are after kill -9."""
+    """The files are copied while a process has them open, which gives their state after kill -9."""
     path, left = tmp_path / "events.sqlite", tmp_path / "left" / "events.sqlite"
     left.parent.mkdir()
     with SQLiteStore(path, LONGEST) as store:
@@ -150,7 +149,7 @@ def test_what_is_recovered_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.slow
 def test_a_server_that_hangs_is_waited_for_once(shared_redis: RedisServer) -> None:
-    """A command waits for `timeout`, also the first one of a new connection."""
+    """A command waits for `timeout`, including the first one of a new connection."""
     shared_redis.client.flushall()
     assert shared_redis.process is not None
     with RedisStore(shared_redis.url, LONGEST, timeout=1.0) as store:
@@ -216,7 +215,7 @@ def test_wait_aof_acknowledges_what_is_on_the_disk(tmp_path: Path) -> None:
 def test_a_failure_between_batches_is_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for what the engine does when events have been stored. It goes on serving."""
+    """No request waits for the engine's work after a commit. If it fails, serving continues."""
     model = make_model("retrieval")
     with (
         SQLiteStore(tmp_path / "events.sqlite", LONGEST) as store,
@@ -251,7 +250,7 @@ def test_a_clock_that_was_ahead_locks_no_user_out(
 ) -> None:
     """The clocks of the server and of a client are wrong by ten years, and then right again.
 
-    What came meanwhile stays stored, and counts in ten years.
+    Events that arrived meanwhile stay stored, and take effect in ten years.
     """
     now = [10**9]
     model, store = make_model("retrieval"), place.open(LONGEST)
@@ -296,7 +295,7 @@ def test_a_clock_that_was_ahead_locks_no_user_out(
 
 
 def test_a_clock_that_steps_back_deletes_nothing(place: Place) -> None:
-    """An event that was refused is sent again while the server's clock is two hours behind."""
+    """A refused event is sent again while the server's clock is two hours behind."""
     hour, now = 3600, [10**9]
     model, store = make_model("retrieval"), place.open(LONGEST)
     time_range = lambda: (10**8, now[0] + 300)  # noqa: E731
@@ -322,7 +321,7 @@ def test_a_clock_that_steps_back_deletes_nothing(place: Place) -> None:
 
 
 def test_events_that_lie_ahead_leave_room_for_others(place: Place) -> None:
-    """A history is full when a clock steps back, and another one is filled meanwhile."""
+    """After the clock steps back, a full history is in the future, and another one is filled."""
     now, day = [10**9], 86400
     model, store = make_model("retrieval"), place.open(LONGEST)
     time_range = lambda: (10**8, now[0] + 300)  # noqa: E731
@@ -347,8 +346,8 @@ def test_events_that_lie_ahead_leave_room_for_others(place: Place) -> None:
 
 @pytest.mark.parametrize("place", ["memory", "redis"], indirect=True)
 def test_one_of_two_servers_has_a_clock_that_is_behind(place: Place) -> None:
-    """It takes no event from the history of the other one, and an event that it takes is in its
-    place there. A user who is deleted meanwhile is new to both.
+    """The late server deletes no event of the other server, and its own events are stored in order
+    of time. A user who is deleted meanwhile is new to both servers.
     """
     model, store = make_model("retrieval"), place.open(LONGEST)
     ranges = [lambda: (10**8, 10**9 + 300), lambda: (10**8, 10**9 - 3600)]

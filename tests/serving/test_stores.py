@@ -1,4 +1,4 @@
-"""Tests of the stores of events: what each keeps, also after it has been closed and opened."""
+"""Tests of the event stores: their contents, also after closing and reopening."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def events_of(store: EventStore, user: User) -> list[list[int]]:
 
 
 def test_random_changes(place: Place) -> None:
-    """A dictionary says what each user has; now and then the store is opened again."""
+    """A dictionary is the reference; the store is reopened at random."""
     rng = random.Random(1)
     store, expected = place.open(12), dict[User, np.ndarray]()
     versions: dict[User, int] = {}
@@ -117,7 +117,7 @@ def test_random_changes(place: Place) -> None:
 
 
 def test_what_was_read_stays_as_it_was(place: Place) -> None:
-    """Histories that grow, are cut, and are added to again after others have read them."""
+    """A history that was read stays unchanged when the stored one grows or is truncated."""
     store, version = place.open(40), 0
     read: list[tuple[np.ndarray, list[list[int]]]] = []
     expected: list[list[int]] = []
@@ -188,7 +188,7 @@ def test_add_and_seed(place: Place) -> None:
         store.add("a", [(n, 10 * n), (n, 10 * n + 1)])
     assert [event[1] for event in events_of(store, "a")] == [20, 21, 30, 31, 40, 41]
     histories: list[tuple[User, np.ndarray]] = [
-        ("a", rows((9, 9, 9))),  # who has events
+        ("a", rows((9, 9, 9))),  # this user has events already
         ("none", NOTHING),
         *((user, rows(*((1, n, 0) for n in range(user)))) for user in range(20)),
     ]
@@ -233,7 +233,7 @@ def test_a_note_is_replaced_if_it_is_as_expected(place: Place) -> None:
     store = place.open()
     found = None
     for expected, value in (
-        (b"a", b"b"),  # there is none
+        (b"a", b"b"),  # the store has no note yet
         (None, b""),
         (None, b"c"),
         (b"", b"\0\xff"),
@@ -248,7 +248,7 @@ def test_a_note_is_replaced_if_it_is_as_expected(place: Place) -> None:
 
 
 def test_notes_of_several_threads_are_not_lost(place: Place) -> None:
-    """The threads are of two processes where these may share the store."""
+    """The threads belong to two processes if processes can share the store."""
     stores = [place.open()] * 2 if place.kind != "redis" else [place.open(), place.open()]
 
     def count(store: EventStore) -> None:
@@ -264,7 +264,7 @@ def test_notes_of_several_threads_are_not_lost(place: Place) -> None:
 
 
 def test_a_longer_history_than_is_wanted_is_cut(place: Place) -> None:
-    """A store may be opened with a smaller `max_events` than it was filled with."""
+    """A store may be reopened with a smaller `max_events`."""
     if place.kind == "memory":
         pytest.skip("is not opened again")
     with place.open(40) as store:
@@ -395,7 +395,7 @@ def test_a_lost_file_is_not_made_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_deleted_is_not_in_the_files(tmp_path: Path) -> None:
-    """The bytes of names and items are searched for, after much moving of rows between pages."""
+    """Searches the files for the bytes of names and items, after rows have moved between pages."""
     path, marks = tmp_path / "events.sqlite", {}
     rng = random.Random(3)
 
@@ -497,7 +497,7 @@ def wait_for_files(server: RedisServer) -> None:
 
 @contextmanager
 def settings_of(server: RedisServer, **settings: str) -> Iterator[None]:
-    """Gives the server these settings for a while."""
+    """Changes settings of the server inside the context."""
     before = {name: server.client.config_get(name)[name] for name in settings}
     try:
         for name, value in settings.items():
@@ -516,7 +516,7 @@ def settings_of(server: RedisServer, **settings: str) -> Iterator[None]:
 def test_what_is_deleted_is_not_in_redis(
     shared_redis: RedisServer, append_only: str, save: str
 ) -> None:
-    """Neither among its keys nor, once they have been written again, in its files."""
+    """Deleted events are not in the keys or, after these have been rewritten, in the files."""
     shared_redis.client.flushall()
     mark, snapshot = 0x6A5B4C3D2E1F0987, shared_redis.folder / "dump.rdb"
 

@@ -1,4 +1,4 @@
-"""Tests of the spans of a request: its time in the queue, until its step, and in the step."""
+"""Tests of the spans of a request: in the queue, until its step, and in the step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.serving_models import make_cache, make_model
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """A provider of this test alone: the global one can be set once in a process."""
+    """A separate tracer provider, because the global one can be set only once per process."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -1,4 +1,4 @@
-"""Tests that no page of a cache holds anything of a user who has been deleted."""
+"""Tests that no page of a cache holds data of deleted users."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def held(cache: PagedKVCache, users: list[int]) -> list[Tensor]:
 
 
 def assert_nothing_else(cache: PagedKVCache, users: list[int]) -> None:
-    """Asserts that all is zero but the rows of the users' tokens, of which none is zero."""
+    """Asserts that exactly the rows of the users' tokens are nonzero."""
     rows = sum(int(part.any(3).sum()) for part in held(cache, users))
     parts = 1 if cache.kv_scales is None else 2
     assert rows == 2 * parts * cache.kv_cache.shape[0] * int(cache.lookup(users).sum())
@@ -60,7 +60,7 @@ def assert_nothing_else(cache: PagedKVCache, users: list[int]) -> None:
 
 
 def clear_host(cache: PagedKVCache) -> None:
-    """Makes memory of the host that has never been written zero, which it need not be."""
+    """Zeroes the host pages, because memory that was never written may hold anything."""
     if cache._host_tier is not None:
         for pages in cache._host_tier._host_pages:
             pages.zero_()
@@ -69,7 +69,7 @@ def clear_host(cache: PagedKVCache) -> None:
 @pytest.mark.parametrize("host_pages", [0, 9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.bfloat16])
 def test_random_users(dtype: torch.dtype, host_pages: int) -> None:
-    """Users come, grow, are evicted and freed, and steps fail."""
+    """Users are added, grow, are evicted and freed, and steps fail."""
     cache = make_cache(8, dtype, host_pages=host_pages)
     clear_host(cache)
     rng, users = random.Random(host_pages), [*range(6)]
@@ -110,8 +110,8 @@ def test_users_who_are_not_named_are_forgotten() -> None:
 
 @pytest.mark.parametrize("host_pages", [0, 12])
 def test_a_deleted_user_is_in_no_page(host_pages: int) -> None:
-    """Also where the user's rows were before: evicted, cut, or written by a request that failed;
-    what others have cached stays.
+    """Pages that the user had before are cleared as well: evicted, truncated, or written by a
+    failed request. The cached rows of other users stay.
     """
     model, rng = make_model("retrieval"), random.Random(1)
     cache, store = make_cache(7, host_pages=host_pages), MemoryStore(100, LONGEST)
