@@ -1,17 +1,18 @@
 r"""Serves the model that train_retrieval.py or train_ranking.py saved, over HTTP.
 
     python examples/serve.py                                        # users start without events
-    python examples/serve.py --data ml-1m/ratings.dat               # with those of the data set
+    python examples/serve.py --data ml-1m/ratings.dat               # with the data set's events
     python examples/serve.py --model runs/ranking/best.pt           # POST /rank
     curl -H 'Content-Type: application/json' localhost:8000/recommend \
       -d '{"user": 1, "events": [{"item": 1, "time": 1767225600}]}'
 
 Users and items have the data set's ids: whole numbers, or text where the data set's ids are text
-(Amazon reviews). What a user does arrives with the requests and is kept, as are keys and values of
-the layers of a retrieval model, so that each event is computed about once; on a GPU the layers'
-steps are captured in CUDA graphs before the server listens. A ranking model computes each request
-whole. recommender/http.py describes the paths and the limits of a request, http_access.py who may
-ask, connections.py the limits of a connection, and docs/quickstart/serving.md all of that.
+(Amazon reviews). Requests bring new events, which the server stores. For a retrieval model it also
+caches the layers' keys and values, so that each event is computed about once; on a GPU the layers'
+steps are captured in CUDA graphs before the server listens. A ranking model computes the whole
+history for each request. recommender/http.py describes the paths and the limits of a request,
+http_access.py the authentication, connections.py the limits of a connection, and
+docs/quickstart/serving.md all of them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def listen_later(host: str, port: int) -> socket.socket:
 
     Binding it early shows that the address is free.
 
-    NOTE: asyncio turns off Nagle's algorithm only where the socket names its protocol, which
-    socket.create_server leaves out. With it, answers wait some 40 ms for the client.
+    NOTE: asyncio turns off Nagle's algorithm only for a socket with an explicit protocol, which
+    socket.create_server does not set. With Nagle's algorithm, answers are some 40 ms late.
 
     Raises:
         OSError: the address is in use, is not one of this machine, or may not be used.

@@ -1,12 +1,12 @@
-r"""Serves a trained model by replicas on Ray Serve, over the events of a shared Redis server.
+r"""Serves a trained model with Ray Serve replicas, which share a Redis server for the events.
 
     set -a && . examples/serve_ray.env && set +a
     serve run serve_ray:app model=runs/retrieval/best.pt store=redis://127.0.0.1:6379/0
-    serve run examples/serve_ray.yaml                               # how many replicas, and so on
+    serve run examples/serve_ray.yaml                               # number of replicas, resources
 
-The arguments are the options of serve.py, with their names: `max-batch-size=64`, and `bf16=true`
-for one without a value. Those of sockets (host, port, connections, proxies) and of draining have no
-effect here: Ray has its own. docs/quickstart/serving.md describes all of that.
+The arguments are the options of serve.py, without leading dashes: `max-batch-size=64`, or
+`bf16=true` for a flag. Options for sockets (host, port, connections, proxies) and draining have no
+effect here, because Ray has its own. docs/quickstart/serving.md describes the deployment.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["app", "application"]
 
 
 def build(replica: Replica, options: ServeOptions) -> Served:
-    """Returns what a replica serves.
+    """Loads the model, and returns the engine and the application that a replica serves.
 
     Raises:
-        OSError, ValueError: a file cannot be read, is damaged, or an option does not fit it.
+        OSError, ValueError: a file cannot be read or is damaged, or an option does not fit it.
         StoreError: the store does not answer.
     """
     from recommender.http import make_app  # these import torch, which only replicas need
@@ -65,11 +65,11 @@ def build(replica: Replica, options: ServeOptions) -> Served:
 
 
 def check_file(path: Path) -> None:
-    """Checks that a file is whole, so that Ray does not begin to replace replicas for it.
+    """Checks that a model file is intact, before Ray begins to replace replicas.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged, or is none of torch, which saves archives of zip.
+        OSError: the file cannot be read.
+        ValueError: the file is damaged, or is not a zip archive as torch.save writes it.
     """
     try:
         with ZipFile(path) as file:
@@ -81,11 +81,11 @@ def check_file(path: Path) -> None:
 
 
 def application(arguments: Mapping[str, Any], **chosen: Any) -> serve.Application:
-    """Returns the application.
+    """Returns the Ray Serve application.
 
     Args:
         arguments: options of serve.py, by name.
-        chosen: options of the deployment.
+        chosen: options of the Ray Serve deployment.
 
     Raises:
         OSError: the model's file cannot be read.
@@ -98,7 +98,7 @@ def application(arguments: Mapping[str, Any], **chosen: Any) -> serve.Applicatio
         words += [f"--{name}"] if value in (True, "true") else [f"--{name}", *map(str, values)]
     try:
         options = parse_arguments(__doc__, words)
-    except SystemExit as error:  # it has said why
+    except SystemExit as error:  # argparse has printed the reason
         raise ValueError(f"arguments: expected options of serve.py, got {words}") from error
     if not (options.store or "").startswith(("redis://", "rediss://", "unix://")):
         raise ValueError(

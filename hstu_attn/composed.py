@@ -3,15 +3,15 @@
 `register` makes `forward` and `backward` the kernels of two operators with the schemas of
 `hstu_varlen_fwd_out` and `hstu_varlen_bwd_out`. csrc/api/composed.cpp calls them through the
 dispatcher, after C++ has checked the arguments, so that autograd, `torch.compile`, `torch.export`
-and direct callers reach them by the same operators as any kernel. Products are those of
-`torch.baddbmm`, so `torch.backends.cuda.matmul.allow_tf32` and
+and direct callers reach them by the same operators as any kernel. `torch.baddbmm` computes the
+matrix products, so `torch.backends.cuda.matmul.allow_tf32` and
 `torch.set_float32_matmul_precision` apply to them.
 
-A call is divided into chunks: some query rows of some sequences with their keys. The scores of a
-chunk are at most `CHUNK_ELEMENTS` (or those of one row of one sequence), so that memory grows with
-the number of tokens. On a GPU the host reads no value, so a CUDA graph can capture a call. No
-element is added to by several threads in an order that may vary, so that equal inputs give bitwise
-equal results. slots.py says how rows of sequences become those of chunks.
+A call is divided into chunks: some query rows of some sequences with their keys. A chunk has at
+most `CHUNK_ELEMENTS` scores (or the scores of one row of one sequence), so that memory grows with
+the number of tokens. On a GPU the host reads no value, so a CUDA graph can capture a call. There
+are no atomic additions in a varying order, so equal inputs give bitwise equal results. slots.py
+describes how sequences are padded.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from .table_gradients import PositionGradient, TimeGradient, sum_heads
 
 __all__ = ["CHUNK_ELEMENTS", "backward", "forward", "quantize", "register", "take_failure"]
 
-# The scores of a chunk: 256 MiB in fp32. They exist once in the forward and twice in the backward;
-# a bias needs as much again for each of its values that exist at a time.
+# The largest number of scores in a chunk: 256 MiB in fp32. The forward holds one tensor of this
+# size, the backward two, and each temporary tensor of a bias needs as much again.
 CHUNK_ELEMENTS = 2**26
 
-# Rows of a chunk. With more, products are larger and calls fewer; with fewer, less is computed that
-# the mask hides. The rows of all heads and sequences should occupy all multiprocessors.
+# Rows of a chunk. More rows make fewer, larger products; fewer rows compute fewer scores that the
+# mask hides. The rows of all heads and sequences should occupy all multiprocessors.
 _CHUNK_ROWS = 512
 _CHUNK_SLOTS = 2**14
 _WINDOW_ROWS = 256
@@ -56,7 +56,7 @@ _WINDOW_ROWS = 256
 # Rows of a chunk on a CPU, whose caches then hold the scores of some thousand keys.
 _CPU_ROWS = 128
 
-# The buckets of a time table take as much memory as the scores of so many heads.
+# The buckets of a time table take as much memory as the scores of this many heads.
 _HEADS_OF_BUCKETS = 8
 
 _failure = threading.local()
@@ -70,7 +70,7 @@ def register() -> None:
 
 
 def take_failure() -> Exception | None:
-    """Returns what a kernel has last raised in this thread, once: C++ turns it into another."""
+    """Returns and clears the last exception of a kernel in this thread, which C++ replaces."""
     failure = getattr(_failure, "error", None)
     _failure.error = None
     return failure
@@ -78,14 +78,14 @@ def take_failure() -> Exception | None:
 
 def _as_kernel(function: Callable[..., None]) -> Callable[..., bool]:
     def kernel(*args: Any) -> bool:
-        # NOTE: autocast and autograd would else apply to each function that is called here.
+        # NOTE: otherwise, autocast and autograd would apply to each torch function called here.
         with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
             try:
                 function(*args)
             except Exception as error:
                 _failure.error = type(error)(*error.args)  # without the tensors in the traceback
                 raise
-        return True  # the kernel that stands in where there is no Python returns False
+        return True  # the fallback kernel for processes without Python returns False
 
     return kernel
 
@@ -100,7 +100,7 @@ def _read_inputs(args: Sequence[Any], pages: Sequence[Tensor | None]) -> Inputs:
 
 
 def forward(*args: Any) -> None:
-    """Computes the forward into the last argument; the arguments are those of the schema."""
+    """Writes the forward's result to the last argument; the schema lists the arguments."""
     inputs = _read_inputs(args, args[_NUM_INPUTS:-1])
     scales = None
     if inputs.call.quant_mode >= 0 or inputs.q.dtype == E4M3:
@@ -120,14 +120,14 @@ def forward(*args: Any) -> None:
             chunk.hide_(weights)
             values = group.v[:, chunk.keys]
             out[:, chunk.rows].baddbmm_(weights, values, beta=0, alpha=batch.factor)
-            del weights  # so that the next chunk's take their place
+            del weights  # frees the memory for the weights of the next chunk
         group.scale_rows_(out)
         result.scatter(group, out)
     result.store()
 
 
 def _quantized(inputs: Inputs) -> tuple[Inputs, Tensor]:
-    """Returns inputs that e4m3 represents, in fp32, and scales `(total_q, heads, 1)` of weights."""
+    """Returns the quantized inputs, in fp32, and the weights' scales `(total_q, heads, 1)`."""
     q, k, v, rab, pos_weight, ts_weight, call, pages = inputs
     biases = (rab, pos_weight, ts_weight)
     if pages[0] is not None:
@@ -142,21 +142,21 @@ def _quantized(inputs: Inputs) -> tuple[Inputs, Tensor]:
 
 
 def quantize(*args: Any) -> None:
-    """Computes `quantize_qkv` into the last ten of the schema's arguments."""
+    """Writes the results of `quantize_qkv` to the last ten of the schema's arguments."""
     count = len(Quantized._fields)
     for output, result in zip(args[-count:], quantize_qkv(*args[:-count]), strict=True):
         output.copy_(result)
 
 
 def backward(dout: Tensor, *args: Any) -> None:
-    """Computes the backward into the last six arguments; the arguments are those of the schema."""
+    """Writes the gradients to the last six arguments; the schema lists the arguments."""
     inputs = _read_inputs(args, (None,) * _NUM_PAGES)
     dq, dk, dv, drab, dpos_weight, dts_weight = args[_NUM_INPUTS:]
     scales: tuple[Tensor, ...] = ()
     if inputs.call.backward_e4m3:
         inputs, dout, scales = _quantized_for_backward(inputs, dout)
     batch = Batch(inputs)
-    if scales and batch.row_scale is not None:  # by which dout is multiplied
+    if scales and batch.row_scale is not None:  # dout is multiplied by row_scale below
         factor = torch.where(batch.row_scale == 0, 1, batch.row_scale)
         scales = (scales[0], scales[1] / factor)
     packed_scales = [rows.load() for each in scales for rows in batch.rows(each)]
@@ -182,7 +182,7 @@ def backward(dout: Tensor, *args: Any) -> None:
                 dpos.add(dx, chunk.lowest_distance)
             if dts is not None:
                 dts.add(dx, chunk.buckets)
-            del dx  # so that the next chunk's takes its place
+            del dx  # frees the memory for dx of the next chunk
         for rows, slots in zip(results, gradients, strict=True):
             rows.scatter(group, slots)
     for rows in results:
@@ -195,9 +195,9 @@ def backward(dout: Tensor, *args: Any) -> None:
 def _quantized_for_backward(
     inputs: Inputs, dout: Tensor
 ) -> tuple[Inputs, Tensor, tuple[Tensor, Tensor]]:
-    """Returns inputs and `dout` that e4m3 represents, in fp32, and the scales of rows.
+    """Returns the quantized inputs and `dout`, in fp32, and two tensors of row scales.
 
-    The scales, `(total_q, heads, 1)`, are those of weights and of gradients of scores.
+    Both are `(total_q, heads, 1)`: the scales of the weights, and of the gradients of the scores.
     """
     q, k, v, *biases, call, _ = inputs
     sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
@@ -209,7 +209,7 @@ def _quantized_for_backward(
 def _backward_chunk(
     chunk: _Chunk, scales: Sequence[Rows], dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Tensor:
-    """Adds to the gradients of a group, and returns that of the biases, by head.
+    """Adds to the gradients dq, dk and dv of a group; returns the gradient of the biases, by head.
 
     With scales, weights and gradients of scores are rounded to e4m3.
     """
@@ -240,7 +240,7 @@ def _backward_chunk(
 
 
 def _chunks(group: Group) -> Iterator[_Chunk]:
-    """Divides the row slots. The last chunk comes first, as it may see the most keys."""
+    """Divides the row slots into chunks. The last chunk comes first: it may see the most keys."""
     inputs, mask, max_k = group.batch.inputs, group.batch.mask, group.max_k
     fitting = CHUNK_ELEMENTS // (group.count * max_k)
     if inputs.ts_weight is not None:
@@ -248,7 +248,7 @@ def _chunks(group: Group) -> Iterator[_Chunk]:
     begin, _ = key_range(mask, max_k - 1, max_k)
     is_on_cpu = group.q.device.type == "cpu"
     rows = _CPU_ROWS if is_on_cpu else max(_CHUNK_ROWS, _CHUNK_SLOTS // group.count)
-    # With more rows than keys of a row, a window would be a small part of the chunk.
+    # If a chunk had more rows than a row sees keys, a window would be a small part of the chunk.
     rows = max(1, min(rows, fitting, max(max_k - begin, _WINDOW_ROWS)))
     for first in reversed(range(0, group.max_q, rows)):
         yield _Chunk(group, first, min(first + rows, group.max_q))
@@ -258,15 +258,15 @@ class _Chunk:
     """The row slots `[first, end)` of a group, with the key slots that any of them may see.
 
     Attributes:
-        rows, keys: those slots.
-        shape: that of the scores, `(heads * sequences, rows, keys)`.
+        rows, keys: slices of the row slots and of the key slots.
+        shape: the shape of the scores, `(heads * sequences, rows, keys)`.
         distance: slot of the first key minus slot of the first row.
     """
 
     def __init__(self, group: Group, first: int, end: int) -> None:
         self.group, self.batch = group, group.batch
         self.rows = slice(first, end)
-        # The row slots are those of the last keys.
+        # Row slot n has the same position in a sequence as key slot n + ahead.
         ahead = group.max_k - group.max_q
         begin, last = key_range(self.batch.mask, first + ahead, end + ahead)
         self.keys = slice(begin, group.max_k if last is None else min(last, group.max_k))
@@ -284,9 +284,9 @@ class _Chunk:
         return x
 
     def hide_(self, x: Tensor) -> None:
-        """Sets `x`, the scores or tensors of their shape, to 0 where the mask hides keys from rows.
+        """Sets `x` `(..., *self.shape)` to 0 where the mask hides keys from rows.
 
-        Keys and rows in empty slots are 0, and so are their weights without a bias.
+        In empty slots keys and rows are 0, so without a bias their weights are 0, too.
         """
         inputs = self.batch.inputs
         biases = (inputs.rab, inputs.pos_weight, inputs.ts_weight)
@@ -298,18 +298,18 @@ class _Chunk:
     def _cut_(self, x: Tensor, left: int, right: int) -> Tensor:
         """Sets `(..., rows, keys)` to 0 outside of the window, and returns it."""
         rows, keys = x.shape[-2:]
-        after = right - self.distance  # the last key of the first row
+        after = right - self.distance  # the last key that the first row sees
         if right >= 0 and after + 1 < keys:
             begin = max(after, 0)
             x[..., begin:].tril_(after - begin)
-        before = -left - self.distance  # the first key of the first row
+        before = -left - self.distance  # the first key that the first row sees
         if left >= 0 and before + rows > 1:
             x[..., : before + rows - 1].triu_(before)
         return x
 
     @cached_property
     def _hidden(self) -> Tensor:
-        """Bool, of a shape that broadcasts to `(heads, sequences, rows, keys)`."""
+        """Whether a key is hidden: bool, broadcasts to `(heads, sequences, rows, keys)`."""
         group = self.group
         if self.batch.window is not None:
             row_is_empty = group.row_is_empty[:, self.rows, None]
@@ -332,10 +332,10 @@ class _Chunk:
     def rab_index(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The indices of the scores in a dense bias.
 
-        Consecutive slots have consecutive positions, no more of them than the bias has rows, and
-        those of the first empty slots are negative. Modulo the size, no two slots have the same
-        position, and that of an empty slot is none of the sequence's rows or keys. So the gradient
-        of each score is written to an element of its own, and empty slots write zeros.
+        The slots of a sequence have consecutive positions, at most as many as the bias has rows or
+        columns. Empty slots come first and have negative positions. Modulo the size of the bias,
+        all slots have different positions, so the gradient of each score is written to an element
+        of its own, and empty slots write zeros to elements outside of the sequence.
         """
         group, rab = self.group, self.batch.inputs.rab
         assert rab is not None
@@ -350,7 +350,7 @@ class _Chunk:
         )
 
     def row_scales(self, scales: Rows) -> Tensor:
-        """Returns the scales of the chunk's row slots, 1 in empty ones."""
+        """Returns the scales of the chunk's row slots; the scale of an empty slot is 1."""
         slots = scales.gather(self.group)[0, :, self.rows]
         return slots.masked_fill_(slots == 0, 1)
 
@@ -360,7 +360,7 @@ class _Chunk:
         return self.distance - (self.shape[1] - 1)
 
     def _position_bias(self, weights: Tensor) -> Tensor:
-        """Returns `(bias heads, 1, rows, keys)`: rows of one sequence of distances, shifted."""
+        """Returns `(bias heads, 1, rows, keys)`: each row is a window of one vector, shifted."""
         _, rows, keys = self.shape
         reach = weights.shape[1] // 2
         first = self.lowest_distance
@@ -378,7 +378,7 @@ class _Chunk:
         if call.row_timestamps is not None:
             row_times = call.row_timestamps[self.group.packed_row[:, self.rows].clamp(min=0)]
         else:
-            # The time of the key after the row's, and for the last row its own.
+            # A row takes the time of the next key; the last row takes the time of its own key.
             ahead = self.group.max_k - self.group.max_q
             following = torch.cat([times[:, 1:], times[:, -1:]], 1)
             row_times = following[:, ahead + self.rows.start : ahead + self.rows.stop]

@@ -1,12 +1,12 @@
-"""Linear maps whose products are of e4m3, with a scale for each row of both factors.
+"""Linear maps with e4m3 matrix products, with a scale for each row of both factors.
 
     z = x W^T + b         x and W have a scale for each row
     dx = dz W             dz has a scale for each row, W one for each column
-    dW = dz^T x           a bf16 product: its sums over rows have no scale to share
+    dW = dz^T x           a bf16 product: it sums over rows, whose scales differ
 
-Scales are those of quantization.py: the largest finite magnitude over 448. A factor is quantized
-from what it is kept in, so a fp32 weight is rounded once. Results are bf16, the only dtype for
-which `torch._scaled_mm` takes scales of rows; on a CPU it computes the same sums in fp32.
+Scales are as in quantization.py: the largest finite magnitude over 448. A factor is quantized from
+its own dtype, so an fp32 weight is rounded once. Results are bf16, the only dtype for which
+`torch._scaled_mm` takes scales of rows; on a CPU it computes the same sums in fp32.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def quantize_rows(x: Tensor) -> Factor:
     """Quantizes each row of `x` `(rows, width)` to e4m3.
 
     Returns:
-        Codes `(rows, width)` float8_e4m3fn and descales `(rows, 1)` fp32; an element is about its
-        code times its descale. NaN and infinity become NaN, and the scale of their row is that of
-        the others.
+        Codes `(rows, width)` float8_e4m3fn and descales `(rows, 1)` fp32; `codes * descales`
+        approximates `x`. NaN and infinity become NaN, and do not affect the scale of their row.
     """
     wide = x.float()
     is_finite = wide.isfinite()
@@ -59,8 +58,8 @@ def product(x: Factor, weight: Factor, bias: Tensor | None = None) -> Tensor:
     """Computes `x @ weight.T + bias` of quantized factors, bf16.
 
     Args:
-        x: what `quantize_rows` returns of `(rows, n)`; `n` is a multiple of 16.
-        weight: the same of `(columns, n)`; `columns` is a multiple of 16.
+        x: the result of `quantize_rows` for `(rows, n)`; `n` is a multiple of 16.
+        weight: the result of `quantize_rows` for `(columns, n)`; `columns` is a multiple of 16.
         bias: `(columns,)` of any floating dtype.
     """
     (x_codes, x_descales), (codes, descales) = x, weight
@@ -78,7 +77,7 @@ def product(x: Factor, weight: Factor, bias: Tensor | None = None) -> Tensor:
 
 
 def input_product(gradient: Tensor, weight: Tensor, quantize: QuantizeRows) -> Tensor:
-    """Computes `gradient @ weight`, the gradient of what a linear map reads, bf16.
+    """Computes `gradient @ weight`, the gradient of a linear map's input, bf16.
 
     Args:
         gradient: `(rows, columns)`.
@@ -89,7 +88,7 @@ def input_product(gradient: Tensor, weight: Tensor, quantize: QuantizeRows) -> T
 
 
 class _Linear(torch.autograd.Function):
-    """The linear map; its gradients are straight through both quantizations."""
+    """The linear map, with straight-through gradients for both quantizations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -116,10 +115,10 @@ def check_rows(x: Tensor) -> None:
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes `x @ weight.T + bias` by a product of e4m3, with gradients.
+    """Computes `x @ weight.T + bias` by an e4m3 product, with gradients.
 
     Args:
-        x: `(rows, n)` bf16, or what autocast turns into it.
+        x: `(rows, n)` bf16, or a dtype that autocast casts to bf16.
         weight: `(columns, n)` of any floating dtype.
         bias: `(columns,)` of any floating dtype.
 

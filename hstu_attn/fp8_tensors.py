@@ -1,11 +1,11 @@
-"""e4m3 tensors of TransformerEngine and torchao as codes and descales, known by their attributes.
+"""Unpacks e4m3 tensors of TransformerEngine and torchao, recognized by their attributes.
 
     TransformerEngine   Float8Tensor, Float8TensorStorage   _data, _scale_inv, _fp8_dtype
     torchao             Float8Tensor                        qdata, scale
     torchao             Float8TrainingTensor                _data, _scale (1 / descale)
 
-Neither package is imported. Their tensors pose as bf16 or fp32 ones, so the operator would read
-what they dequantize to, or nothing at all.
+Neither package is imported. Their tensors report a dtype of bf16 or fp32, so the operator would
+read dequantized values, or no data at all.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class _Parts(NamedTuple):
 def unwrapped(
     qkv: tuple[Tensor, Tensor, Tensor], descales: Descales, cu_seqlens: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Descales]:
-    """Returns q, k and v as tensors of torch, and the descales of each.
+    """Returns q, k and v as plain torch tensors, and their descales.
 
     Args:
-        qkv: tensors of torch, or of the classes above.
-        descales: the descales of those that have none of their own.
+        qkv: plain torch tensors, or tensors of the classes in the module's docstring.
+        descales: the descales of the plain torch tensors.
         cu_seqlens: `(batch + 1,)` offsets of the sequences.
 
     Raises:
-        ValueError: for e5m2, for a tensor that has a descale and is given one, or for scales that
-            the operator does not take.
+        ValueError: for e5m2, for a tensor that has its own descale and is given another, or for
+            scales that the operator does not take.
         NotImplementedError: for a tensor of another format, or one that requires a gradient.
     """
     tensors, found = [], []
@@ -65,7 +65,7 @@ def unwrapped(
 
 
 def _parts_of(name: str, tensor: Any) -> _Parts | None:
-    """Returns the parts of a tensor of the classes above, and None for any other tensor."""
+    """Returns the codes and descale of a tensor of these packages, and None for other tensors."""
     kind = type(tensor).__name__
     if hasattr(tensor, "_fp8_dtype") and hasattr(tensor, "_scale_inv"):
         dtype = str(tensor._fp8_dtype).upper()

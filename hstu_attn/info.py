@@ -3,7 +3,7 @@
 It prints the versions, the kernels that each device gets and why, and for each device the time of
 one small forward next to torch's attention, after that forward has been compared with
 `hstu_attn.reference`. The exit status is 0 if everything works that this machine should be able to
-do, else 1; then the last lines say what fails and what to do about it.
+do, else 1; in the latter case the last lines name each failure and its remedy.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def describe(what: str, *index: int) -> dict[str, str]:
     """Returns what csrc/api/describe.cpp reports about "cpu", "environment", "build" or "gpu".
 
     Args:
-        what: which of them.
-        index: of the GPU.
+        what: one of these four names.
+        index: the index of the GPU, for "gpu".
     """
     try:
         function = getattr(ctypes.CDLL(str(ops.LIBRARY_PATH)), f"hstu_attn_describe_{what}")
@@ -105,7 +105,7 @@ def triton_version() -> str:
 
 
 def gpu_access(gpus: list[tuple[str, str]]) -> str:
-    """Returns how many of the GPUs that `nvidia_smi` found torch can use."""
+    """Reports how many GPUs torch can use, or why it can use none of those in `gpus`."""
     if count := gpu_count():
         return f"{count} visible to torch"
     if not gpus:
@@ -173,7 +173,7 @@ def gpu_kernels(index: int, build: dict[str, str]) -> str:
 
 
 def small_batch(device: str, build: dict[str, str]) -> Batch:
-    """Makes 4 causal sequences of one length, in a dtype and head dim that the build holds."""
+    """Makes 4 causal sequences of one length, in a dtype and head dim that the build supports."""
     dtype, dim, length = torch.float32, 64, 256
     if device != "cpu":
         dtype = torch.bfloat16 if "bfloat16" in build["dtypes"] else torch.float16
@@ -182,7 +182,7 @@ def small_batch(device: str, build: dict[str, str]) -> Batch:
 
 
 def median_us(function: Callable[[], object], device: str) -> float:
-    """Returns the median time of a call in microseconds; on a GPU without the time of the host."""
+    """Returns the median time of a call in microseconds; on a GPU, host time is excluded."""
     for _ in range(WARM_UP):
         function()
     if device == "cpu":

@@ -1,9 +1,9 @@
-"""The formula of an HSTU layer, stated once for all the ways in which it is computed.
+"""The formula of an HSTU layer, shared by all of its implementations.
 
 `hstu_unit` is the formula. A `UnitSteps` computes its four steps around attention:
 
     ComposedSteps                       torch's functions, which autograd differentiates
-    ShardedSteps (tensor_parallel.py)   those, of the heads that one rank holds
+    ShardedSteps (tensor_parallel.py)   torch's functions, for the heads that one rank holds
     FusedSteps (fused/operator.py)      kernels with one backward for the whole layer
 
 How attention is called (packed, cached, or with keys from other ranks) is the caller's choice.
@@ -46,8 +46,8 @@ class Weights(NamedTuple):
     Attributes:
         input_norm_weight, input_norm_bias: `(embedding_dim,)`.
         uvqk_weight, uvqk_bias: `(columns of u, v, q and k, embedding_dim)` and `(columns,)`.
-        gate_weight, gate_bias: those of the norm of attention's output: `(heads * hidden_dim,)`,
-            or `(heads,)` where heads are normalized by themselves.
+        gate_weight, gate_bias: parameters of the norm of attention's output:
+            `(heads * hidden_dim,)`, or `(heads,)` where each head is normalized separately.
         output_weight, output_bias: `(embedding_dim, parts * heads * hidden_dim)` and
             `(embedding_dim,)`.
         pos_weight, ts_weight: the tables of a `hstu_attn.RelativeBias`.
@@ -85,17 +85,17 @@ class UnitSteps(Protocol[_Gated]):
         """Computes `linear(norm(x))`: `(total, columns of u, v, q and k)`."""
 
     def activate(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Splits what `project` returned as `split_uvqk` does, and applies SiLU where it belongs.
+        """Splits the result of `project` as `split_uvqk` does, and applies SiLU as configured.
 
-        SiLU of u, which only `gate` reads, may be left to it.
+        SiLU of u may be left to `gate`, the only reader of u.
         """
 
     def gate(self, attention: Tensor, u: Tensor) -> _Gated:
-        """Returns what the output linear reads, after dropout.
+        """Returns the input of the output linear, after dropout.
 
-        That is `norm(attention) * u` and what the configuration concatenates to it. `attention` is
-        `(total, heads, hidden_dim)`; `u` and each part of the result are `(total, heads *
-        hidden_dim)`.
+        The input is `norm(attention) * u`, concatenated with the other configured parts.
+        `attention` is `(total, heads, hidden_dim)`; `u` and each part of the result are
+        `(total, heads * hidden_dim)`.
         """
 
     def add_output(self, x: Tensor, y: _Gated) -> Tensor:
@@ -117,7 +117,7 @@ def split_uvqk(z: Tensor, shape: UnitShape) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def cast_like(parameter: Tensor | None, like: Tensor) -> Tensor | None:
-    """Casts a parameter to the dtype of other rows."""
+    """Casts a parameter to the dtype of `like`."""
     return None if parameter is None else parameter.to(like.dtype)
 
 
@@ -132,7 +132,7 @@ class ComposedSteps:
     Args:
         config: the configuration of the layer.
         weights: the weights of the layer.
-        training: whether there is dropout.
+        training: whether dropout is applied.
     """
 
     def __init__(self, config: HSTULayerConfig, weights: Weights, training: bool) -> None:

@@ -6,8 +6,9 @@
 `torch.library.register_autograd` costs a call 140 us or more of host time when gradients are
 recorded. `register_autograd` serves `torch.compile`, `torch.export` and direct callers.
 
-A bad argument is a ValueError, and what is not built a NotImplementedError. Direct callers and
-compiled code get the latter, and from torch 2.15 on both, as a RuntimeError of the same text.
+A bad argument raises ValueError, and a case that is not built raises NotImplementedError. Direct
+callers and compiled code get a RuntimeError of the same text in place of NotImplementedError, and
+from torch 2.15 on in place of both.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ NO_FORWARD_MODE = (
     "torch.autograd.forward_ad are not supported)"
 )
 
-# The arguments of the forward operator are those that get gradients, the fields of AttentionCall,
-# and the pages; the backward operator has no pages.
+# The forward operator takes the tensors that get gradients, the fields of AttentionCall, and the
+# pages; the backward operator takes no pages.
 _GRADIENTS = slice(0, 6)  # q, k, v, rab, pos_weight, ts_weight
 _RAB, _TABLES = 3, slice(4, 6)
 _KV_CACHE = _GRADIENTS.stop + len(AttentionCall._fields)
@@ -286,9 +287,9 @@ def refuse_tangents(*values: Any) -> None:
 
 
 def below_autograd(op: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-    """Calls `op`, a raw operator, below autograd; errors get the types that they have in C++.
+    """Calls `op`, a raw operator, below autograd; raises errors with the types of the C++ code.
 
-    Tensors are among `args`.
+    `args` contains tensors.
     """
     refuse_tangents(*args)
     try:
@@ -300,14 +301,15 @@ def below_autograd(op: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Re
 
 
 def _raise_what_is_meant(error: RuntimeError) -> None:
-    # NOTE: what Python raises does not pass through the stable ABI; see csrc/api/composed.cpp.
+    # NOTE: Python exceptions do not pass through the stable ABI; see csrc/api/composed.cpp.
     if "hstu_attn::composed_" in str(error) and (failure := composed.take_failure()):
         raise failure from None
     # NOTE: csrc/common/not_implemented.h says why the stable ABI has no exception of this type.
     _, marker, text = str(error).partition("NotImplementedError: ")
     if marker:
         raise NotImplementedError(text) from None
-    # NOTE: csrc/api/arguments.h throws these. They arrive as ValueError up to torch 2.14 only.
+    # NOTE: csrc/api/arguments.h throws errors of this form, which torch up to 2.14 raises as
+    # ValueError.
     if _BAD_ARGUMENT.match(str(error)):
         raise ValueError(str(error)) from None
 
@@ -316,10 +318,10 @@ _BAD_ARGUMENT = re.compile(r"\w+: expected .*, got ")
 
 
 class _Once(torch.autograd.Function):
-    """Passes gradients through, and raises an error where they are differentiated again.
+    """Passes gradients through, and raises an error if they are differentiated again.
 
-    The inputs of the first backward are its inputs, so that no path to them is lost: a second
-    derivative that is silently zero would be worse than an error.
+    It also takes the inputs of the first backward, so that autograd keeps every path to them:
+    otherwise a second derivative could silently be zero.
     """
 
     @staticmethod
@@ -345,8 +347,8 @@ def only_once(
 def packed_rows(dout: Tensor) -> Tensor:
     """Returns the gradient of an output with a contiguous last dimension and without strides of 0.
 
-    An expanded gradient, such as that of a mean over rows, is copied: Hopper's kernels take no
-    strides of 0, and the sm80 kernels, which take them, are slower there.
+    An expanded gradient, such as that of a mean over rows, is copied: the Hopper kernels do not
+    accept strides of 0, and the sm80 kernels, which accept them, are slower with them.
 
     Args:
         dout: `(total_q, heads, D)`, of any strides.
@@ -375,7 +377,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        # NOTE: each access unpacks all of them, which activation checkpointing allows once.
+        # NOTE: each access to `saved_tensors` unpacks all; activation checkpointing allows one.
         *_, pos_weight, ts_weight = saved = ctx.saved_tensors
         _, _, _, has_drab, has_dpos, has_dts, _ = ctx.needs_input_grad
         dq, dk, dv, drab, dpos, dts = below_autograd(
@@ -412,7 +414,7 @@ class _AttentionPacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        # NOTE: there is one access here, too, for the same reason.
+        # NOTE: activation checkpointing allows a single access to `saved_tensors`.
         qkv, rab, pos_weight, ts_weight = saved = ctx.saved_tensors
         _, has_drab, has_dpos, has_dts, _ = ctx.needs_input_grad
         dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
@@ -452,12 +454,12 @@ def attention(
 
     Args:
         q, k, v: `(total, heads, head dim)`.
-        call: what the layers of a batch share.
+        call: the arguments that all layers share for a batch.
         bias: `(rab, pos_weight, ts_weight)`.
         pages: `PagedKV.arguments`.
 
     Returns:
-        `(total_q, heads, Dv)`, contiguous, of q's dtype; bf16 where that is float8_e4m3fn.
+        `(total_q, heads, Dv)`, contiguous, of q's dtype; bf16 if q is float8_e4m3fn.
 
     Raises:
         ValueError, NotImplementedError: as `hstu_attention`.
@@ -500,8 +502,8 @@ def attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v of a call of `attention` without a bias.
 
-    It is for an autograd function of the caller. The arguments are those of `attention`, and `dout`
-    is `(total_q, heads, Dv)`.
+    A caller's own autograd function can use it. The arguments are as in `attention`, and `dout` is
+    `(total_q, heads, Dv)`.
     """
     dq, dk, dv, *_ = below_autograd(_bwd, dout, q, k, v, *NO_BIAS, *call, False, False)
     return dq, dk, dv
@@ -525,8 +527,8 @@ def attention_backward(
         has_dbias: which of rab, pos_weight and ts_weight get a gradient.
 
     Returns:
-        The gradients of rab, pos_weight and ts_weight, None where not wanted; those of the tables
-        in fp32.
+        The gradients of rab, pos_weight and ts_weight, None where not wanted; the gradients of
+        pos_weight and ts_weight are fp32.
     """
     rab, pos_weight, ts_weight = bias
     has_drab, has_dpos, has_dts = has_dbias
@@ -555,7 +557,7 @@ def _any_requires_grad(bias: BiasTensors) -> bool:
 
 
 def append_paged_kv(*args: Tensor | None) -> None:
-    """Calls the operator of that name: see `hstu_attn.append_paged_kv`."""
+    """Calls the operator `append_paged_kv`; see `hstu_attn.append_paged_kv`."""
     op = torch.ops.hstu_attn.append_paged_kv.default
     try:
         if torch.compiler.is_compiling():
@@ -571,7 +573,7 @@ def append_paged_kv(*args: Tensor | None) -> None:
 # Errors that the operators cannot raise
 # ---------------------------------------------------------------------------------------------
 
-# The types that an argument may have, by its type in a schema, and how an error calls them.
+# For each argument type in a schema: the Python types that it accepts, and their name in errors.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "Tensor": ((Tensor,), "a tensor"),
     "Optional[Tensor]": ((Tensor, type(None)), "a tensor or None"),
@@ -581,9 +583,9 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def explain_types(op: torch._ops.OpOverload[..., Any], *args: Any) -> None:
-    """Says which argument of a failed call has a type that the operator cannot take.
+    """Raises an error that names an argument of a failed call whose type the operator refuses.
 
-    It is called after the failure and not before the call, which is the hot path.
+    It is called only after a failure, to keep the check out of the hot path.
 
     Args:
         op: the operator.

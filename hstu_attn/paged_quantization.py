@@ -1,6 +1,6 @@
-"""Pages of float8_e4m3fn: how rows are quantized, and what FP8 attention over them computes with.
+"""Quantization of rows for float8_e4m3fn pages, and of the inputs of FP8 attention over pages.
 
-The CUDA kernels are those of csrc/paged/append.cu and csrc/quantize/paged.cu.
+The CUDA kernels are in csrc/paged/append.cu and csrc/quantize/paged.cu.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .quantization import E4M3, LARGEST_CODE, SMALLEST_DESCALE, bias_bound
 
 __all__ = ["PagedInputs", "dequantize_rows", "quantize_for_pages", "quantize_rows"]
 
-# kPagedWeightScale of csrc/sm90/e4m3_pages.h, up to head dim 128 and beyond.
+# kPagedWeightScale of csrc/sm90/e4m3_pages.h: for head dims up to 128, and for larger head dims.
 _WEIGHT_SCALES = (2.0**-5, 2.0**-6)
 
 
@@ -39,9 +39,9 @@ class PagedInputs(NamedTuple):
     """The values with which FP8 attention over pages computes, and how it rounds weights.
 
     Attributes:
-        q, k, v: `(total_q, heads, D)`: what the codes of rows stand for.
-        weight_scales: `(total_q, heads)`: what rows of the weights are multiplied by before they
-            are rounded to e4m3.
+        q, k, v: `(total_q, heads, D)`: the dequantized rows.
+        weight_scales: `(total_q, heads)`: the factors by which rows of the weights are multiplied
+            before they are rounded to e4m3.
     """
 
     q: Tensor
@@ -59,17 +59,17 @@ def quantize_for_pages(
     biases: Sequence[Tensor | None] = (),
     dtype: torch.dtype = torch.float32,
 ) -> PagedInputs:
-    """Quantizes the rows of a call with pages of float8_e4m3fn, and returns what they stand for.
+    """Quantizes q, k and v of a call with float8_e4m3fn pages, and returns dequantized rows.
 
-    Rows of k and v are quantized as `append_paged_kv` does. Those of q are divided by their
-    Euclidean norm, so that products with rows of pages fit into fp16.
+    Rows of k and v are quantized as in `append_paged_kv`. Rows of q are divided by their Euclidean
+    norm, so that products with rows of pages fit into fp16.
 
     Args:
         q, k, v: `(total_q, heads, D)`, bf16 or fp16, on a CPU.
         call: the arguments of the call.
         pages: `PagedKV.arguments`, with scales.
-        biases: what is added to the scores.
-        dtype: of the result; fp64 holds the values exactly.
+        biases: the biases that are added to the scores.
+        dtype: the dtype of the result; fp64 holds the values exactly.
     """
     rows = torch.where(q.isfinite(), q, 0).double()
     q_scales = rows.square().sum(-1).sqrt().float().clamp(min=SMALLEST_DESCALE)
@@ -79,7 +79,7 @@ def quantize_for_pages(
         for x, scales in ((q, q_scales), (k, k_scales), (v, v_scales))
     )
     largest = _largest_key_scales(_needed(k_scales, k_codes), call, pages)
-    # The weight whose code is 1.
+    # The attention weight that code 1 represents.
     unit = abs(call.alpha) / 2 * q_scales * largest / _WEIGHT_SCALES[q.shape[2] > 128]
     unit = unit + bias_bound(call.alpha, biases) / LARGEST_CODE
 
@@ -95,7 +95,7 @@ def quantize_for_pages(
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Returns the largest finite magnitude of each row as a share of that of e4m3."""
+    """Returns the largest finite magnitude of each row divided by that of e4m3."""
     x = x.float()
     largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
     # NOTE: the divisor is a tensor, because torch on a GPU would multiply by the rounded reciprocal
@@ -104,13 +104,13 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _to_codes(x: Tensor) -> Tensor:
-    """Returns numbers in e4m3; NaN and infinity become NaN."""
+    """Rounds numbers to e4m3; NaN and infinity become NaN."""
     codes = x.clamp(-LARGEST_CODE, LARGEST_CODE)
     return torch.where(x.isfinite(), codes, torch.nan).to(E4M3)
 
 
 def _needed(scales: Tensor, codes: Tensor) -> Tensor:
-    """Returns the scales, or 0 where a row has no number but zero, or the scale is not finite."""
+    """Returns the scales, but 0 for rows without a nonzero number and for non-finite scales."""
     magnitudes = codes.view(torch.uint8) & 0x7F
     has_number = ((magnitudes > 0) & (magnitudes < 0x7F)).any(-1)
     return torch.where(has_number & scales.isfinite(), scales, 0)
@@ -119,7 +119,7 @@ def _needed(scales: Tensor, codes: Tensor) -> Tensor:
 def _largest_key_scales(
     k_scales: Tensor, call: AttentionCall, pages: Sequence[Tensor | None]
 ) -> Tensor:
-    """Returns `(total_q, heads)`: the largest scale of a key of the sequence of each row."""
+    """Returns `(total_q, heads)`: for each row, the largest scale of its sequence's keys."""
     kv_cache, page_offsets, page_ids, _, kv_scales = pages
     assert kv_cache is not None
     assert page_offsets is not None

@@ -1,12 +1,13 @@
-"""Packed sequences in slots: how `composed.py` pads some of them to one length.
+"""Left padding: `composed.py` pads groups of packed sequences to one length.
 
-Each sequence of a group is padded in front to as many row slots and key slots as the group has:
-its last row is in the last row slot, its last key in the last key slot. The distance of a row and a
-key is then that of their slots in every sequence, although lengths may be on the GPU only. Empty
-slots hold zeros. Heads come before sequences: `(heads * sequences, slots, head dim)`.
+A slot is a position in a padded sequence. Each sequence of a group is padded in front, so its last
+row is in the last row slot and its last key in the last key slot. In every sequence, the distance
+of a row and a key is then the distance of their slots, although lengths may be on the GPU only.
+Padding (empty slots) holds zeros. Heads come before sequences:
+`(heads * sequences, slots, head dim)`.
 
 On a GPU the host reads no length, so groups have `max_seqlen_q` and `max_seqlen_k` slots. On a CPU
-those of a group are as many as its longest sequence needs.
+a group has as many slots as its longest sequence needs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .mask import Mask, mask_heads, packed_intervals
 
 __all__ = ["CPU_SCORES", "Batch", "Group", "Inputs", "Rows"]
 
-# On a CPU, sequences are computed together while their scores have at most this many elements: more
-# of them would be padded to longer ones, and fewer would call torch's functions more often.
+# On a CPU, sequences share a group while their scores have at most this many elements: larger
+# groups would need more padding, and smaller groups more calls of torch's functions.
 CPU_SCORES = 2**18
 
 
@@ -48,12 +49,12 @@ class Inputs(NamedTuple):
 
 
 class Rows:
-    """Packed tensors of one shape, side by side, so that one operation moves the rows of them all.
+    """Packed tensors of one shape, concatenated so that one operation moves the rows of all.
 
     Attributes:
         tensors: `(total, heads, head dim)` each.
-        kind: which slots the rows are in: those of "rows" or those of "keys".
-        rows: `(total + 1, tensors * heads, head dim)`: the last row is that of all empty slots.
+        kind: "rows" or "keys": whether the tensors' rows are in row slots or in key slots.
+        rows: `(total + 1, tensors * heads, head dim)`: the last row stands for all empty slots.
     """
 
     def __init__(self, tensors: Sequence[Tensor], kind: str, dtype: torch.dtype) -> None:
@@ -65,7 +66,7 @@ class Rows:
         torch.cat(list(self.tensors), 1, out=self.rows[:-1])
         self.rows[-1].zero_()
         if self.rows.device.type == "cpu":
-            # Here index_select would else make this copy of all rows for each group.
+            # Without this copy, index_select on a CPU would copy all rows for each group.
             self.rows = self.rows.transpose(0, 1).contiguous().transpose(0, 1)
         return self
 
@@ -95,7 +96,7 @@ def _to_mask(call: AttentionCall) -> Mask:
         return Mask(row_spans=call.row_spans)
     if call.func is not None:
         return Mask(func=call.func, func_causal=call.window_right == 0)
-    # NOTE: a direct caller of the operator may ask for what Mask refuses: that is left out.
+    # NOTE: direct callers of the operator may pass options that Mask refuses; they are left out.
     left, right = max(call.window_left, -1), max(call.window_right, -1)
     if right != 0:
         return Mask((left, right))
@@ -121,7 +122,7 @@ def _length(begin: Tensor, end: Tensor) -> Tensor:
 
 
 class _Ranges(NamedTuple):
-    """The beginnings and ends of the rows and the keys of sequences, `(sequences, 1)` each."""
+    """Where the rows and the keys of each sequence begin and end, `(sequences, 1)` each."""
 
     q_begin: Tensor
     q_end: Tensor
@@ -130,7 +131,7 @@ class _Ranges(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The numbers of some sequences in the batch, and how many slots each of them gets."""
+    """The indices of a group's sequences in the batch, and the number of slots per sequence."""
 
     numbers: slice | Tensor
     max_q: int
@@ -138,14 +139,14 @@ class _Part(NamedTuple):
 
 
 class Batch:
-    """A call: its inputs, and what its groups of sequences have in common.
+    """The inputs of a call, and the values that its groups of sequences share.
 
     Attributes:
-        max_q, max_k: the most row slots and key slots of a sequence.
+        max_q, max_k: the largest number of row slots and of key slots of a sequence.
         has_one_index: whether row n of q and row n of k are always in the same slot.
-        window: the window if it alone is the mask, else None.
-        factor: the factor of the weights of all rows.
-        row_scale: `attn_scale`, by which rows are multiplied besides, or None.
+        window: the window if the mask consists of it alone, else None.
+        factor: multiplies the weights of all rows.
+        row_scale: `attn_scale`, which multiplies the rows, or None.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -156,9 +157,9 @@ class Batch:
         if kv_cache is not None and page_ids is not None:
             self.total_k = page_ids.shape[0] * kv_cache.shape[2] + self.total_q
             if not call.strict and rab is None:
-                max_k = self.total_k  # here max_seqlen_k may be less than the cached lengths
+                max_k = self.total_k  # max_seqlen_k may be less than the cached lengths
         self.max_k = min(max_k, self.total_k)
-        # Rows in front of the first key see nothing.
+        # Rows before the first key see no keys.
         self.max_q = min(call.max_seqlen_q, self.total_q, self.max_k)
         self.has_one_index = (
             kv_cache is None
@@ -184,7 +185,7 @@ class Batch:
         return [Rows([x], kind, dtype) for x, kind in zip(tensors, kinds, strict=False)]
 
     def groups(self, max_elements: int) -> Iterator[Group]:
-        """Divides the sequences, so that the keys of some have at most `max_elements` elements."""
+        """Divides the sequences into groups; `max_elements` limits a group's keys on a GPU."""
         if self.max_q == 0:
             return
         call, device = self.inputs.call, self.inputs.q.device
@@ -201,7 +202,7 @@ class Batch:
             yield Group(self, part, before_end[-part.max_k :], ranges)
 
     def _in_order(self, ranges: _Ranges, max_elements: int) -> Iterator[_Part]:
-        """Makes groups of equally many sequences; the host reads no length."""
+        """Makes groups with the same number of sequences; the host reads no length."""
         q, _, v, *_ = self.inputs
         sequences = ranges.q_begin.shape[0]
         elements = q.shape[1] * self.max_k * max(q.shape[2], v.shape[2])
@@ -210,7 +211,7 @@ class Batch:
             yield _Part(slice(first, min(first + count, sequences)), self.max_q, self.max_k)
 
     def _by_length(self, ranges: _Ranges) -> Iterator[_Part]:
-        """Makes groups of sequences on a CPU, the longest first, each padded to its longest."""
+        """Makes groups on a CPU, the longest sequences first, padded to a group's longest one."""
         q_begin, q_end, k_begin, k_end = (x.flatten() for x in ranges)
         q_lengths, k_lengths = _length(q_begin, q_end), _length(k_begin, k_end)
         heads = self.inputs.q.shape[1]
@@ -228,17 +229,18 @@ class Group:
     """Some sequences of the batch, and their slots.
 
     Attributes:
-        numbers: which sequences of the batch they are.
+        numbers: the indices of the group's sequences in the batch.
         max_q, max_k: row slots and key slots of a sequence.
-        sequences, heads, count: how many there are, and sequences times heads.
-        q_begin, q_end: `(sequences, 1)`: the first row of q, and the one after the last.
-        k_begin, k_end: the same of k; with pages, of the times of keys.
-        before_end: `(max_k,)`: the key in each slot, counted from the end: -1 is the last.
+        sequences, heads, count: number of sequences, number of heads, and their product.
+        q_begin, q_end: `(sequences, 1)`: the range `[q_begin, q_end)` of each sequence in q.
+        k_begin, k_end: `(sequences, 1)`: the range in k; with pages, in the timestamps of keys.
+        before_end: `(max_k,)`: the key in each slot, counted from the end: -1 is the last key.
         packed_row: `(sequences, max_q)`: the row of q in each slot; arbitrary if empty.
         packed_key: `(sequences, max_k)`: the row of k in each slot; arbitrary if empty.
-        row_is_empty, key_is_empty: which slots are empty, in these shapes. A row that no key is
-            before counts as empty.
-        index: the rows that are in slots, by `Rows.kind`; that of zeros for empty ones.
+        row_is_empty, key_is_empty: `(sequences, max_q)` and `(sequences, max_k)`: whether a slot
+            is empty. The slot of a row before the first key counts as empty.
+        index: by `Rows.kind`, the index in `Rows.rows` of each slot's row; empty slots have the
+            index of the row of zeros.
         q, k, v: `(heads * sequences, slots, head dim)`.
     """
 
@@ -267,7 +269,7 @@ class Group:
             self.index["keys"] = _row_index(self.packed_key, self.key_is_empty, batch.total_k)
 
     def take(self, packed: Sequence[Rows]) -> list[Tensor]:
-        """Gathers q, k, v and what else there is, and returns all in slots, as `Rows` does."""
+        """Gathers q, k, v and any further tensors into slots; returns `Rows.gather` of each."""
         gathered = [rows.gather(self) for rows in packed]
         self.q, self.k, self.v, *_ = (x for slots in gathered for x in slots.unbind())
         if self.batch.inputs.pages[0] is not None:
@@ -276,7 +278,7 @@ class Group:
 
     @cached_property
     def targets(self) -> Tensor:
-        """`(sequences, 1)`: with pages, the keys that are in k and v."""
+        """`(sequences, 1)`: with pages, the number of keys that are in k and v."""
         counts = self.batch.inputs.call.num_targets
         if counts is None:
             return torch.zeros_like(self.q_end)
@@ -284,7 +286,7 @@ class Group:
         return targets.minimum(torch.minimum(self.q_length, self.k_length))
 
     def _history(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Returns keys (`n` 0) or values (1) of the history in slots, and 0 in other slots."""
+        """Returns the cached keys (`n` is 0) or values (`n` is 1) in slots; other slots hold 0."""
         kv_cache, page_offsets, page_ids, _, kv_scales = self.batch.inputs.pages
         assert kv_cache is not None
         assert page_offsets is not None
@@ -293,7 +295,7 @@ class Group:
         page_size = kv_cache.shape[2]
         key = self.before_end + self.k_length
         page = self.of_sequences(page_offsets) + key.clamp(min=0) // page_size
-        ids = F.pad(page_ids.to(torch.int64), (0, 1))  # there is always one to take
+        ids = F.pad(page_ids.to(torch.int64), (0, 1))  # never empty, so indexing is valid
         page = ids[page.clamp(0, page_ids.shape[0])].clamp(0, kv_cache.shape[0] - 1)
         slot = key % page_size
         if kv_scales is None:
@@ -305,7 +307,7 @@ class Group:
         return cached.permute(2, 0, 1, 3).flatten(0, 1)
 
     def of_sequences(self, values: Tensor) -> Tensor:
-        """Returns those of the group's sequences of `(batch,)` or more integers, in a column."""
+        """Selects the group's sequences from `(batch or more,)`; returns int64 `(sequences, 1)`."""
         return values[self.numbers][:, None].to(torch.int64)
 
     @cached_property
@@ -321,7 +323,7 @@ class Group:
         """`(sequences, max_k)`: the times of the keys."""
         timestamps = self.batch.inputs.call.timestamps
         assert timestamps is not None
-        padded = F.pad(timestamps, (0, 1))  # there is always one to take
+        padded = F.pad(timestamps, (0, 1))  # never empty, so indexing is valid
         index = self.packed_key.clamp(0, timestamps.shape[0])
         return padded[index].masked_fill_(self.key_is_empty, 0)
 
@@ -329,7 +331,7 @@ class Group:
     def intervals(self) -> Tensor:
         """`(1 or heads, sequences, max_q, m, 2)`: the intervals of key slots that rows see."""
         mask, shape = self.batch.mask, self.packed_row.shape
-        # Empty slots get a row after the last one, which sees nothing.
+        # Empty slots get the index of a row after the last one, which sees no keys.
         row = (self.packed_row - self.q_begin).masked_fill(self.row_is_empty, self.batch.total_q)
         counts = (
             torch.zeros_like(self.q_length) if count is None else self.of_sequences(count)
@@ -350,7 +352,7 @@ class Group:
         return of_keys + (self.max_k - self.k_length)[..., None, None]
 
     def scale_rows_(self, x: Tensor) -> None:
-        """Multiplies rows in slots by their own factors."""
+        """Multiplies rows in slots by `attn_scale`, if it is given."""
         scale = self.batch.row_scale
         if scale is None:
             return

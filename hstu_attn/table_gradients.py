@@ -1,6 +1,6 @@
-"""The gradients of a relative bias' tables, from those of scores, as torch's functions sum them.
+"""The gradients of a relative bias' tables, which torch's functions sum from those of the scores.
 
-No element is added to by several threads in an order that may vary.
+There are no atomic additions in a varying order, so the sums are deterministic.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _PARTS = 32
 
 
 def sum_heads(x: Tensor, heads: int) -> Tensor:
-    """Sums over the heads of `(all heads, ...)` that share one of fewer heads."""
+    """Sums consecutive heads that share a head of a bias: `(all heads, ...)` to `(heads, ...)`."""
     return x if x.shape[0] == heads else x.unflatten(0, (heads, -1)).sum(1)
 
 
 class PositionGradient:
-    """The gradient of the position table: sums of dX over its diagonals."""
+    """The gradient of the position table: the gradient dx of the scores, summed by diagonal."""
 
     def __init__(self, dpos_weight: Tensor, dtype: torch.dtype) -> None:
         self.result = dpos_weight
@@ -50,10 +50,10 @@ class PositionGradient:
 
 
 class TimeGradient:
-    """The gradient of the time table: sums of dX over the scores of a bucket.
+    """The gradient of the time table: the gradient dx of the scores, summed by bucket.
 
-    Scores are sorted by their buckets. Then the sum of a bucket, in `_PARTS` parts, is one of
-    consecutive elements: no atomic addition is needed, and few scores are added one by one.
+    Sorting dx by bucket makes the elements of a bucket consecutive. A bucket is summed in `_PARTS`
+    parts: no atomic addition is needed, and few elements are added one by one.
     """
 
     def __init__(self, dts_weight: Tensor, dtype: torch.dtype) -> None:

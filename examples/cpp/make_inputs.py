@@ -4,8 +4,8 @@
     python examples/cpp/make_inputs.py --model runs/ml/best.pt
 
 It writes step.pt2, the package, and steps.pt, two batches of made-up requests, into the current
-directory, and prints the scores of both batches, computed without a cache. The program reaches the
-same scores with one: in the second batch it computes only what is new.
+directory, and prints the scores of both batches, computed without a cache. The program computes the
+same scores with a cache: its second step computes new events and each user's last cached event.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # recommender
 
 
 def parse_arguments() -> Path:
-    """The command line: the saved model."""
+    """Returns the path of the saved model, from the command line."""
     description, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         description=description,
@@ -47,13 +47,13 @@ from hstu_attn.serving import ScoringStep
 
 PAGES, PAGE_SIZE = 16, 64
 USERS = [7, 8]
-NEW_EVENTS = [[5, 3], [1, 2]]  # of each user in each batch
+NEW_EVENTS = [[5, 3], [1, 2]]  # in each batch, for each user
 CANDIDATES = 4
 DAY = 86_400  # seconds
 
 
 def packed(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the rows of all users one after another, and the offsets of each user's."""
+    """Returns the concatenated rows of all users, and the offsets of each user's rows."""
     lengths = torch.tensor([len(row) for row in rows])
     return torch.cat(rows), torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
@@ -63,14 +63,14 @@ def step_inputs(
 ) -> list[Tensor]:
     """Returns the tensors of one batch in steps.pt.
 
-    Each user's last cached event is computed again, because its state depends on when it is asked
-    for.
+    Each user's last cached event is computed again, because its state depends on the time of the
+    request.
 
     Args:
-        items, times: those of all events of each user, int64 `(n,)`.
+        items, times: the items and times of all events of each user, int64 `(n,)`.
         cached: how many events of each user were in earlier batches.
         candidates: int64 `(m,)`, scored for every user.
-        now: the time at which the model is asked.
+        now: the time of the request.
     """
     rewritten = [min(count, 1) for count in cached]
     kept = [count - again for count, again in zip(cached, rewritten, strict=True)]

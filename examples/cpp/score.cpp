@@ -22,7 +22,7 @@
 
 namespace {
 
-// The operators: what `import hstu_attn` does in Python.
+// Loads the operators, as `import hstu_attn` does in Python.
 void load_operators(const char* library) {
   if (!dlopen(library, RTLD_NOW | RTLD_GLOBAL)) throw std::runtime_error(dlerror());
 }
@@ -43,7 +43,7 @@ class Scorer {
       const auto int32 = [](int64_t length) { return at::empty(length, at::kInt); };
       const at::Tensor page_offsets = int32(batch + 1), page_ids = int32(size.pages);
       const at::Tensor last_page_lens = int32(batch), cached_lens = int32(batch);
-      const at::Tensor slots = int32(size.tokens);  // append_paged_kv finds them itself
+      const at::Tensor slots = int32(size.tokens);  // append_paged_kv computes the slots itself
       table_.write_tables(
           size.step,
           {page_offsets.mutable_data_ptr<int32_t>(), page_ids.mutable_data_ptr<int32_t>(),

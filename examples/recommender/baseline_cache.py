@@ -18,15 +18,15 @@ __all__ = ["cached_baselines"]
 def cached_baselines(
     directory: Path, depends_on: Mapping[str, Any], measure: Callable[[], BaselineMetrics]
 ) -> BaselineMetrics:
-    """Returns the metrics of the baselines: those of an earlier run, or new ones, which it writes.
+    """Returns the metrics of the baselines from the cache, or computes and caches them.
 
-    A file that is damaged, or was made for something else, is replaced. A directory that cannot be
-    written to is no error.
+    A file that is damaged, or has another `depends_on`, is replaced. If the directory cannot be
+    written to, the metrics are not cached.
 
     Args:
         directory: the directory of the preprocessed data.
-        depends_on: everything on which the metrics depend, by name, as JSON.
-        measure: finds the metrics.
+        depends_on: everything that the metrics depend on, by name, serializable as JSON.
+        measure: computes the metrics.
     """
     path = directory / f"baselines-{_digest(depends_on)}.json"
     found = _read(path, depends_on)

@@ -1,4 +1,4 @@
-"""The picture of a training run."""
+"""Plots of a training run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def plot_curves(
         path: the path of the PNG, replaced as a whole.
         losses: the losses of each step, from the first.
         validation: metrics by step.
-        baselines: validation metrics by name.
+        baselines: validation metrics of each baseline, by its name.
         labels: the labels of the metrics to draw, by their names.
-        loss_label: what the loss is.
+        loss_label: the label of the loss axis.
         metrics_title: the title of the metrics.
     """
     figure = Figure(figsize=(11, 4.2), layout="constrained")

@@ -25,11 +25,11 @@ __all__ = [
     "without_items",
 ]
 
-SCORES_PER_BATCH = 2**27  # fp32, of which some copies are made
-KEPT_ROWS = 2**23  # a row has some 60 bytes
+SCORES_PER_BATCH = 2**27  # fp32; some copies of the scores are made
+KEPT_ROWS = 2**23  # a row takes some 60 bytes
 
 Excluded = Literal["seen", "window", "nothing"]
-"""The items that a ranking leaves out: all that the user has seen, the window's, or none."""
+"""The items excluded from a ranking: all that the user has seen, the window's items, or none."""
 
 Scorer = Callable[[JaggedBatch], Tensor]
 """Scores of all items after the last row of each sequence, `(batch, num_items)`."""
@@ -55,8 +55,8 @@ class Metrics:
 def ranks_of_targets(scores: Tensor, targets: Tensor) -> Tensor:
     """Returns the rank of each row's target, from 1.
 
-    It is one more than the number of items with a higher score, plus half of those with an equal
-    score. NaN ranks last. A target that the ranking leaves out, whose score is -inf, has the rank
+    The rank is 1 plus the number of items with a higher score, plus half the number of other items
+    with an equal score. NaN ranks last. An excluded target, whose score is -inf, has the rank
     infinity: it is a miss at any `k`.
 
     Args:
@@ -85,10 +85,10 @@ def metrics_of_ranks(ranks: Tensor) -> Metrics:
 
 
 def excluded_items(log: EventLog, windows: Windows, excluded: Excluded) -> Tensor:
-    """Returns what each user's ranking leaves out, as places in scores `(batch, num_items)`.
+    """Returns the excluded items of each user as flat indices into scores `(batch, num_items)`.
 
-    With "seen" these are the items of all events before the window's last one, including those
-    before the window; with "window" those of the window alone.
+    "seen" excludes the items of all the user's events before the window's last event; "window"
+    excludes the items of only those of these events that are in the window.
 
     Returns:
         `(n,)` int64.
@@ -103,12 +103,12 @@ def excluded_items(log: EventLog, windows: Windows, excluded: Excluded) -> Tenso
 
 
 def without_items(scores: Tensor, excluded: Tensor) -> Tensor:
-    """Returns scores `(batch, num_items)` with -inf in the places of `excluded_items`."""
+    """Returns scores `(batch, num_items)` with -inf at the indices of `excluded_items`."""
     return scores.flatten().index_fill(0, excluded, -math.inf).view_as(scores)
 
 
 class Evaluation:
-    """Ranks the last target of each window among all items; the host waits for a GPU once.
+    """Ranks the last target of each window among all items, with one GPU synchronization.
 
     Batches are made in the first evaluation, and kept on the device unless they are large.
 
@@ -116,8 +116,8 @@ class Evaluation:
         log: the events.
         windows: one per user, as `hstu_attn.data.held_out_windows` makes them.
         tokens_per_batch: rows scored at a time; fewer where the catalog is large.
-        excluded: what the ranking leaves out.
-        device: where to score.
+        excluded: the items excluded from each ranking.
+        device: the device that computes the scores.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Evaluation:
         return metrics_of_ranks(torch.cat(ranks).cpu())
 
     def _batches(self) -> Iterator[tuple[JaggedBatch, Tensor]]:
-        """Yields batches and what their rankings leave out, both on the device."""
+        """Yields batches and the indices of their excluded items, both on the device."""
         users = max(1, SCORES_PER_BATCH // self.log.num_items)
         for together in consecutive_batches(self.windows.lengths, self.tokens_per_batch):
             for indices in np.split(together, range(users, len(together), users)):

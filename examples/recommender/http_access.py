@@ -23,7 +23,7 @@ from recommender.http_schemas import MODEL_PATHS
 __all__ = ["ARRIVED", "BEARER", "CLIENT", "Access", "Guard", "overloaded", "read_tokens"]
 
 ARRIVED, CLIENT = "hstu_attn.arrived", "hstu_attn.client"  # keys of a request's scope
-PATH = "hstu_attn.path"  # the same, of a request that was refused before its route was found
+PATH = "hstu_attn.path"  # key of the path of a request refused before its route was found
 OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/docs", "/openapi.json"})
 ADMIN_PATHS = "/admin/"
 SHORTEST_TOKEN = 16
@@ -96,7 +96,7 @@ class Access:
         """Refuses a request without an administrator's token: a dependency for FastAPI.
 
         Raises:
-            HTTPException: 401 without a token; 403 with another one, or where there are none.
+            HTTPException: 401 without a token; 403 with a token that is no administrator's.
         """
         if credentials is None:
             raise HTTPException(401, "A token is needed", {"WWW-Authenticate": "Bearer"})
@@ -115,7 +115,7 @@ def _hash(token: bytes) -> bytes:
 
 
 def _place(token: bytes, known: Sequence[bytes]) -> int | None:
-    """Returns which of the hashes is that of the token, in a time that does not depend on it."""
+    """Returns the index of the token's hash in `known`, in a time independent of the token."""
     hashed = _hash(token)
     equal = [hmac.compare_digest(hashed, other) for other in known]
     return equal.index(True) if any(equal) else None
@@ -175,7 +175,7 @@ class Guard:
             else:
                 answer = JSONResponse({"detail": error.detail}, error.status_code, error.headers)
                 await answer(scope, receive, watched_send)
-        finally:  # an exception is answered 500 further out
+        finally:  # an outer layer answers exceptions with 500
             path = getattr(scope.get("route"), "path", scope.get(PATH, "other"))
             self.metrics.responses.labels(path, status).inc()
             self.metrics.seconds.labels(path).observe(time.monotonic() - arrived)
@@ -196,7 +196,7 @@ class Guard:
         if length.isdigit() and int(length[:20]) > self.max_body_bytes:
             return self.too_large()
         if path in MODEL_PATHS and scope["method"] == "POST":
-            # NOTE: to read and check a body takes most of the time of a request that is refused.
+            # NOTE: reading and checking the body would take most of the time of a refused request.
             try:
                 self.check_load(scope[CLIENT])
             except OverloadedError as error:

@@ -1,4 +1,4 @@
-"""An engine's statistics, and those of its HTTP answers, for Prometheus."""
+"""Prometheus metrics of an engine and of its HTTP answers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Metrics", "OfReplicas"]
 
 
 class Metrics(Collector):
-    """The counts and the times of the server.
+    """The counters and the latencies of the server.
 
     Args:
-        engine: the engine, whose statistics are among them.
-        ready: whether new requests should be sent here; it does not wait for the store.
+        engine: the engine, whose statistics are included.
+        ready: returns whether new requests should be sent here, without waiting for the store.
 
     Attributes:
         registry: the registry of the metrics.
@@ -89,7 +89,7 @@ class OfReplicas(Collector):
     """The metrics of several replicas, with the label `replica`.
 
     Args:
-        metrics: those of each replica by its name.
+        metrics: the metrics of each replica, by the name of the replica.
     """
 
     def __init__(self, metrics: Mapping[str, Iterable[Metric]]) -> None:

@@ -18,16 +18,16 @@ __all__ = ["read_probe"]
 def read_probe(path: Path | None, saved: SavedModel | SavedRanking) -> Probe | None:
     """Reads a probe: JSON with `body`, `answer` and `tolerance`; the last two may be missing.
 
-    The first two are a body and an answer of POST /score, or of POST /rank, for which the user's
-    events are all in the body.
+    `body` is a request body of POST /score or POST /rank that has all of the user's events, and
+    `answer` is its answer.
 
     Args:
-        path: of the file; None is no probe.
-        saved: a model of the kind that is probed, for the ids and names of its data.
+        path: the path of the file; None is no probe.
+        saved: a model of the probed kind, which has the ids and names of the data.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else, or items that the model does not know.
+        ValueError: the file is no probe, or has items that the model does not know.
     """
     if path is None:
         return None

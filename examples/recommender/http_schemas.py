@@ -24,7 +24,7 @@ __all__ = [
 
 MODEL_PATHS = ("/score", "/recommend", "/rank")
 START_HEADER = "X-Request-Start"
-"""When a proxy got the request, as nginx writes it: "t=" and the seconds since 1970."""
+"""The time when a proxy got the request, in nginx's form: "t=" and the seconds since 1970."""
 MAX_EVENTS = 1000
 MAX_CANDIDATES = 1000
 MAX_K = 1000
@@ -115,14 +115,14 @@ class State(Strict):
 
 
 def retrieval_schemas(text_ids: bool) -> dict[str, type[BaseModel]]:
-    """Returns the bodies and the answers of a retrieval model, by name.
+    """Returns the types of requests and answers of a retrieval model, by name.
 
     `text_ids` is whether the ids of users and items are text.
     """
     ids: Any = Text if text_ids else Int64
     generic: tuple[Any, ...] = ScoreBody, RecommendBody, ScoreAnswer, RecommendAnswer
     return {
-        # Under a name that is fit for the documentation.
+        # The documentation needs names without the type argument.
         model.__name__: create_model(model.__name__, __base__=model[ids], __doc__=model.__doc__)
         for model in generic
     }
@@ -131,12 +131,12 @@ def retrieval_schemas(text_ids: bool) -> dict[str, type[BaseModel]]:
 def ranking_schemas(
     text_ids: bool, actions: Sequence[str], tasks: Sequence[str]
 ) -> dict[str, type[BaseModel]]:
-    """Returns the body and the answer of a ranking model, by name.
+    """Returns the types of requests and answers of a ranking model, by name.
 
     Args:
         text_ids: whether the ids of users and items are text.
-        actions: the names of what a user may have done.
-        tasks: those that are predicted.
+        actions: the names of the actions of users.
+        tasks: the names of the predicted tasks.
     """
     ids: Any = Text if text_ids else Int64
     action: Any = Literal[tuple(actions)]
@@ -175,10 +175,10 @@ def engine_events(
     """Returns the events of a body as an engine takes them.
 
     Args:
-        events: those of the body.
-        items: the model's number of each one's item.
-        actions: the names of what a user may have done, each of which has a bit; without any, all
-            events have the action 0.
+        events: the events of the body.
+        items: the model's number of each event's item.
+        actions: the names of the actions of users, one bit each; if empty, all events have the
+            action 0.
     """
     bits = {action: 1 << bit for bit, action in enumerate(actions)}
     return [

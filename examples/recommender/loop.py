@@ -3,8 +3,7 @@
 It makes steps, validates, writes checkpoints from which a killed run continues exactly, draws
 curves, and stops when the loss is NaN or infinite.
 
-An example is a `Trainer` that says what a batch is, how its loss is computed and how the
-model is validated.
+An example subclasses `Trainer` and defines the batches, the loss and the validation.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ __all__ = [
 ]
 
 SHOWN_NAMES = 5
-READ_EVERY = 50  # steps; a captured one waits for the device only then
+READ_EVERY = 50  # steps between reads of captured losses; each read waits for the device
 DRAW_EVERY = 30.0  # seconds; the curves are drawn after a checkpoint
 
 
@@ -62,17 +61,17 @@ class Batch(Prefetched, Protocol):
 
     @property
     def total(self) -> int:
-        """Rows of the batch."""
+        """The number of rows of the batch."""
 
     def padded(self: AnyBatch) -> AnyBatch:
-        """Appends what belongs to no sequence, so that few shapes occur."""
+        """Appends padding, which belongs to no sequence, so that few shapes occur."""
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 class Batches(Protocol):
-    """Draws batches of indices without end, in an order that can be continued."""
+    """Draws batches of indices endlessly; its state can be saved and restored."""
 
     @property
     def batches_per_epoch(self) -> int: ...
@@ -96,7 +95,7 @@ class Position:
         self.update()
 
     def update(self) -> None:
-        """Takes the position of the batches as they are."""
+        """Records the current position of the batches."""
         self._state = self.batches.state_dict()
 
     @property
@@ -113,7 +112,7 @@ class Position:
 
 
 def seed_everything(seed: int) -> None:
-    """Starts the random generators of Python, numpy and torch; before a model is made."""
+    """Seeds the generators of Python, NumPy and torch; call it before the model is created."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
@@ -122,7 +121,7 @@ def seed_everything(seed: int) -> None:
 def progress_bar(
     what: str, total: int, unit: str, *, initial: int = 0, shown: bool = True
 ) -> tqdm[Any]:
-    """Returns a bar on the standard error; where that is no terminal, a line now and then."""
+    """Returns a progress bar on standard error, which is updated rarely outside a terminal."""
     return tqdm(
         desc=what,
         total=total,
@@ -135,15 +134,15 @@ def progress_bar(
 
 @dataclass(frozen=True)
 class Made(Generic[AnyBatch]):
-    """A step that has been made, of which the host has not read the numbers.
+    """A training step whose numbers the host has not read yet.
 
     Attributes:
         numbers: on the device, `(3,)` fp32: the loss, the norm of its gradient, and the sum of the
             loss over the batch of this process.
         batch: the batch, on the CPU.
-        position: after the batch.
-        learning_rate: that of the step.
-        started: when the host began it, by `time.perf_counter`.
+        position: the position in the data after the batch.
+        learning_rate: the learning rate of the step.
+        started: when the host began the step, by `time.perf_counter`.
     """
 
     numbers: Tensor
@@ -154,26 +153,26 @@ class Made(Generic[AnyBatch]):
 
 
 class Trainer(ABC, Generic[AnyBatch]):
-    """A run: the model, its optimizer, the position in the data, and what has been measured.
+    """A run: the model, its optimizer, the position in the data, and the metrics so far.
 
     With `--graph`, which is the default on a GPU that one process uses, steps are captured in CUDA
-    graphs. They include the update, so a step whose loss is not finite is seen only after the next
-    ones have been made; from that step on, updates change nothing.
+    graphs. The graphs include the optimizer update, so a loss that is not finite is detected only
+    after further steps; from the failed step on, updates change nothing.
 
     Args:
-        options: the command line.
+        options: the command-line options.
         model: the model, on its device.
-        batches: which data make the next batch of this process.
-        identity: what else than the options a run must share with the one that it continues.
-        processes: what is done together with other processes.
+        batches: the sampler of the batches of this process.
+        identity: what a resumed run must share with the original run, besides the options.
+        processes: the processes of the run; None is this process alone.
 
     Attributes:
-        losses: the losses of the steps that have been read.
-        split: what is evaluated while the model is trained.
+        losses: the losses of the steps whose numbers have been read.
+        split: the split that is evaluated during training.
         validation: metrics of `split` by step.
-        baselines: such metrics of what the model is compared with, by name, for the picture.
+        baselines: metrics of the baselines in `split`, by baseline, for the plot.
         best_quality: the quality of the model in `best.pt`.
-        seconds: how long steps and validations have taken.
+        seconds: the total time of training steps and of validation.
     """
 
     advice = "A lower --learning-rate or more --warmup-steps may help."
@@ -208,10 +207,10 @@ class Trainer(ABC, Generic[AnyBatch]):
             fused=True if is_graph else None,
             capturable=is_graph and self.device.type == "cuda",
         )
-        # Captured steps read the learning rate, and 1 from the first step on that failed.
+        # Captured steps read these: the learning rate, and 1 from the first failed step on.
         self.rate = torch.zeros((), device=self.device)
         self.has_failed = torch.zeros((), device=self.device)
-        if is_graph:  # a fused optimizer changes nothing where this is 1
+        if is_graph:  # a fused optimizer skips the update if this is 1
             self.optimizer.found_inf = self.has_failed  # type: ignore[attr-defined]
         self.optimizers = [self.optimizer, *(table.fused_optimizer for table in tables)]
         self.steps_per_epoch = batches.batches_per_epoch
@@ -225,23 +224,23 @@ class Trainer(ABC, Generic[AnyBatch]):
         self.checkpoints = Checkpoints(options.out / "checkpoints")
         self.best = options.out / "best.pt"
         if self.processes.rank:
-            seed_everything(options.seed + self.processes.rank)  # for other dropout on each rank
+            seed_everything(options.seed + self.processes.rank)  # different dropout on each rank
 
-    # --- what an example says ---------------------------------------------------------------------
+    # --- what an example defines ------------------------------------------------------------------
 
     @abstractmethod
     def draw(self) -> AnyBatch:
         """Returns the next batch of this process, on the CPU. Called one batch ahead of the steps.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the batch is malformed.
         """
 
     @abstractmethod
     def losses_of(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Returns the losses of rows or candidates `(n,)`, and their offsets `(batch + 1,)`.
 
-        Those past the last offset belong to no sequence, and do not count.
+        Losses past the last offset belong to no sequence and are ignored.
         """
 
     @abstractmethod
@@ -254,22 +253,22 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def describe(self, metrics: Mapping[str, float]) -> str:
-        """Returns the metrics in a line."""
+        """Returns the metrics as one line of text."""
 
     @abstractmethod
     def save_best(self, path: Path, validation: Mapping[str, float]) -> None:
-        """Saves the current model and its metrics, in place of those saved before.
+        """Saves the current model and its metrics, replacing an earlier save.
 
         All processes call it together.
         """
 
     @abstractmethod
     def load_best(self, path: Path) -> None:
-        """Goes back to the model that `save_best` wrote."""
+        """Loads the model that `save_best` wrote."""
 
     @abstractmethod
     def plot(self, path: Path) -> None:
-        """Draws the losses and the validations."""
+        """Plots the losses and the validation metrics."""
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -284,7 +283,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         `recommender.directory.check_directory` has checked the directory.
 
         Raises:
-            TrainingError: the run there is of other data, other options or more steps.
+            TrainingError: the run in the directory has other data, other options or more steps.
         """
         out = self.options.out
         made_with = None
@@ -296,20 +295,20 @@ class Trainer(ABC, Generic[AnyBatch]):
                 name: self.optimizer.param_groups[0][name] for name in ("fused", "capturable")
             }
             self._resume()
-            for group in self.optimizer.param_groups:  # a checkpoint has those of the run before
+            for group in self.optimizer.param_groups:  # a checkpoint has the earlier run's values
                 group.update(implementation)
         if made_with is None and self.processes.is_first:
-            (out / BASELINES).unlink(missing_ok=True)  # of a run that was stopped before it trained
+            (out / BASELINES).unlink(missing_ok=True)  # left by a run stopped before it trained
             write_json(out / RUN, self.identity)
 
     def compare_with(self, measure: Callable[[], BaselineMetrics]) -> BaselineMetrics:
         """Returns the metrics of the baselines.
 
-        They are computed once for each run. With `--no-baselines` they are only read from the run's
-        directory, if they are there.
+        The metrics are computed once for each run. With `--no-baselines`, they are only read from
+        the run's directory, if it has them.
 
         Args:
-            measure: finds it; all processes call it together.
+            measure: computes the metrics; all processes call it together.
         """
         path = self.options.out / BASELINES
         found: BaselineMetrics | None = self.processes.from_first(read_json(path))
@@ -329,7 +328,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
         Raises:
             TrainingError: a batch is malformed, or the loss is not finite.
-            OSError: something cannot be written; it has the path.
+            OSError: a file cannot be written; the error has the path.
         """
         is_first = self.processes.is_first
         self.scalars = Scalars(self.options.out / "tensorboard" if is_first else None, self.step)
@@ -348,7 +347,7 @@ class Trainer(ABC, Generic[AnyBatch]):
                 f"({(self.step - first) / seconds:.1f} a second), "
                 f"validation in {self.seconds['validation']:.1f} s"
             )
-        self.processes.wait()  # until the first process has written its last
+        self.processes.wait()  # until the first process has written its last file
         self.load_best(self.best)
 
     def _run(self) -> None:
@@ -368,7 +367,7 @@ class Trainer(ABC, Generic[AnyBatch]):
                     self._validate(bar)
                 if saves:
                     self._save()
-                    if is_first and not last:  # the example draws the last, after the metrics
+                    if is_first and not last:  # after the last step, the example plots them
                         self._draw_curves()
 
     def _steps(self, interval: Interval) -> int:
@@ -419,9 +418,9 @@ class Trainer(ABC, Generic[AnyBatch]):
         return torch.stack([number.detach() for number in (loss, norm.to(loss), local)])
 
     def _whole_step(self, batch: AnyBatch) -> Tensor:
-        """Makes a step on the device alone; returns the `numbers` of `Made`.
+        """Makes a step entirely on the device; returns the `numbers` of `Made`.
 
-        From the first step on whose loss or gradient is not finite, the weights stay as they are.
+        From the first step with a loss or gradient that is not finite, the weights do not change.
         """
         numbers = self._gradients(batch)
         is_bad = ~numbers.isfinite().all()
@@ -431,7 +430,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         return numbers
 
     def loss(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
-        """Returns the sum of the loss over a batch, and how many rows or candidates have one.
+        """Returns the sum of a batch's losses, and the number of rows or candidates with a loss.
 
         Both are scalars on the device.
         """
@@ -446,10 +445,10 @@ class Trainer(ABC, Generic[AnyBatch]):
                 group["lr"] = learning_rate
 
     def _read(self) -> None:
-        """Waits for the device, and records the steps that have been made since.
+        """Waits for the device, and records the numbers of the unread steps.
 
         Raises:
-            TrainingError: the loss of one of them is not finite.
+            TrainingError: the loss or the gradient norm of a step is not finite.
         """
         if not self.unread:
             return
@@ -488,8 +487,8 @@ class Trainer(ABC, Generic[AnyBatch]):
     def _learning_rate(self) -> float:
         """Returns the learning rate of the next step: linear warm-up times the schedule's factor.
 
-        That is 1, or a cosine over all steps. A run that is continued with more steps uses the
-        rate of that longer cosine.
+        The factor is 1, or a cosine over all steps. A run that is continued with more steps follows
+        the longer cosine.
         """
         warmup = min(1.0, (self.step + 1) / max(1, self.options.warmup_steps))
         if self.options.schedule == "constant":
@@ -516,7 +515,7 @@ class Trainer(ABC, Generic[AnyBatch]):
         described = self.describe(metrics)
         bar.write(f"{place}  loss {self._recent_loss()}  {self.split} {described}")
 
-    # --- where something is wrong -----------------------------------------------------------------
+    # --- error reports ----------------------------------------------------------------------------
 
     def _where(self, steps_before: int, position: SamplerState) -> str:
         return (
@@ -525,16 +524,16 @@ class Trainer(ABC, Generic[AnyBatch]):
         )
 
     def _what_is_not_finite(self, made: Made[AnyBatch], numbers: dict[str, float]) -> str:
-        """Writes the batch of a step to a file, and says where it is and what else is known."""
+        """Writes the batch of a failed step to a file; returns an error message with its path."""
         steps_before, batch = len(self.losses), made.batch
-        if self.captured is not None:  # whose gradients are those of a later step by now
+        if self.captured is not None:  # the gradients are now those of a later step
             self._gradients(batch.to(self.device))
         number = f"-{self.processes.rank}" if self.processes.num_ranks > 1 else ""
         path = self.options.out / f"bad-batch{number}.pt"
         tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
         write_state(path, {"step": steps_before + 1, **numbers, "batch": tensors})
         named = {
-            name.removeprefix("module."): parameter  # which DDP puts before it
+            name.removeprefix("module."): parameter  # DDP adds this prefix
             for name, parameter in self.trained.named_parameters()
         }
         weights = _not_finite(named)
@@ -550,7 +549,7 @@ class Trainer(ABC, Generic[AnyBatch]):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint has of the run itself."""
+        """Returns the state of the run for a checkpoint."""
         return {
             "identity": self.identity,
             "steps": self.steps,
@@ -559,10 +558,10 @@ class Trainer(ABC, Generic[AnyBatch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from what `state_dict` gave.
+        """Restores the state that `state_dict` returned.
 
         Raises:
-            TrainingError: it is of other data, other options or more steps.
+            TrainingError: the state is of a run with other data, other options or more steps.
         """
         if problem := difference(state["identity"], self.identity, self.options.out):
             raise TrainingError(problem)
@@ -615,7 +614,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
     def _save(self) -> None:
         self.scalars.flush()
-        self._set_learning_rate(self._learning_rate())  # no tensor, so that any run continues it
+        self._set_learning_rate(self._learning_rate())  # a float, which any run can load
         with naming(self.checkpoints.directory):
             self.checkpoints.save(
                 self.step, self.trained, self.optimizer, run=self, sampler=self.position
@@ -626,7 +625,7 @@ class Trainer(ABC, Generic[AnyBatch]):
 
 
 def _not_finite(tensors: Mapping[str, Tensor | None]) -> str:
-    """Returns the names of tensors with a NaN or an infinity in what this process has of them."""
+    """Returns the names of tensors with a NaN or an infinity in this process's part."""
     names = [
         name
         for name, tensor in tensors.items()

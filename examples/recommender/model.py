@@ -23,23 +23,23 @@ from hstu_attn.layer import HSTULayerConfig, HSTUStack, PositionalEmbedding
 
 __all__ = ["ItemModel", "RetrievalModel", "sampled_softmax_loss"]
 
-PART_ELEMENTS = 2**24  # item vectors or scores at a time, 64 MiB; at least those of one row
-FEW_ITEMS = 32  # times the items of a row: scores of all are then computed faster than gathered
+PART_ELEMENTS = 2**24  # of item vectors or scores at a time, 64 MiB; at least one row
+FEW_ITEMS = 32  # up to this many times a row's items, it is faster to score the whole catalog
 
 
 class ItemModel(nn.Module):
-    """Item embeddings, and how the state of a row is compared with them.
+    """Item embeddings, and scores of items for the state of a row.
 
-    A model of sequences derives from it, and its `forward` gives the states.
+    Sequence models are subclasses, whose `forward` returns the states.
 
     Args:
         num_items: size of the catalog.
         dim: width of the embeddings, which start as N(0, 0.02) truncated at two standard
             deviations.
-        l2_normalize: compares by cosine; False compares by dot product, with the states
-            layer-normalized.
-        mesh: the ranks that have a part of the rows of the embeddings each, which start
-            untruncated; all of them call a method together. None has the whole table here.
+        l2_normalize: scores are cosine similarities; False: dot products with layer-normalized
+            states.
+        mesh: the ranks that shard the rows of the embeddings, which then start untruncated; all
+            ranks call a method together. None keeps the whole table in this process.
     """
 
     item_embedding: nn.Embedding | ShardedEmbedding
@@ -57,14 +57,14 @@ class ItemModel(nn.Module):
             self.item_embedding = ShardedEmbedding("item", num_items, dim, mesh, seed=seed)
 
     def state_vectors(self, x: Tensor) -> Tensor:
-        """Returns the vectors of layer outputs `(n, dim)` to compare items with."""
+        """Returns the state vectors of layer outputs `(n, dim)`, which items are scored against."""
         x = x.float()
         return F.normalize(x, dim=1) if self.l2_normalize else F.layer_norm(x, x.shape[1:])
 
     def item_vectors(self, items: Tensor | None = None) -> Tensor:
-        """Returns the vectors `(n, dim)` fp32 of the given items, or of all that are here.
+        """Returns the vectors `(n, dim)` fp32 of the given items, or of all items on this rank.
 
-        States are compared with them.
+        Their dot products with state vectors are the scores.
         """
         table = self.item_embedding
         vectors: Tensor
@@ -77,9 +77,9 @@ class ItemModel(nn.Module):
         return F.normalize(vectors, dim=1) if self.l2_normalize else vectors
 
     def scores(self, batch: JaggedBatch) -> Tensor:
-        """Scores of all items after the last row of each sequence, `(batch, num_items)`.
+        """Returns scores `(batch, num_items)` of all items after each sequence's last row.
 
-        Ranks that divide the table have the same batch, and each computes the scores of its items.
+        Ranks that shard the table pass the same batch, and each rank scores its own items.
         """
         states: Tensor = self(batch)
         scores = states[batch.seq_offsets[1:] - 1] @ self.item_vectors().T
@@ -107,9 +107,9 @@ class RetrievalModel(ItemModel):
     Args:
         num_items: size of the catalog.
         config: the configuration of the layers; its `embedding_dim` is the width of the item
-            embeddings. Times are read where it has a table for them.
+            embeddings. Timestamps are read if it has time buckets in its relative bias.
         num_layers: how many layers.
-        max_seq_len: no sequence is longer.
+        max_seq_len: the largest length of a sequence.
         dropout_ratio: the dropout ratio of the embedded inputs.
         l2_normalize: as in `ItemModel`.
         compute_dtype: the dtype of the layers; embeddings and scores are fp32.
@@ -151,10 +151,10 @@ class RetrievalModel(ItemModel):
 
 
 class _ScoresOfOwnItems(Function):
-    """Scores of each row's own items, without all their vectors `(n, k, dim)` at once.
+    """Scores each row's own items without materializing all their vectors `(n, k, dim)`.
 
-    For some rows at a time, and again in the backward pass, the vectors are gathered; or where
-    there are few items, their scores are taken from those of all items.
+    Forward and backward process chunks of rows. A chunk gathers the vectors of its items or, if the
+    catalog is small, works on the scores of all items.
     """
 
     @staticmethod
@@ -162,7 +162,7 @@ class _ScoresOfOwnItems(Function):
         """Returns the scores `(n, k)`.
 
         Args:
-            ctx: keeps the arguments.
+            ctx: the autograd context, which saves the arguments.
             states: `(n, dim)`.
             vectors: the vectors of all items, `(num_items, dim)`.
             items: `(n, k)` int64.
@@ -202,16 +202,16 @@ def _has_few_items(vectors: Tensor, items: Tensor) -> bool:
 
 
 def _parts_of_rows(items: Tensor, elements: int) -> Iterator[slice]:
-    """Yields parts of the rows, of which each has so many elements: at most `PART_ELEMENTS`."""
+    """Yields slices of rows of `elements` elements: at most `PART_ELEMENTS`, or one row."""
     count = max(1, PART_ELEMENTS // max(1, elements))
     for first in range(0, len(items), count):
         yield slice(first, first + count)
 
 
 def _vectors_of(model: ItemModel, items: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns vectors `(n, dim)`, and the places in them of items of any shape.
+    """Returns item vectors `(n, dim)`, and the index into them of each of `items`, of any shape.
 
-    These are the vectors of all items, or where ranks divide the table those of the items alone.
+    The vectors are those of all items or, if ranks shard the table, of `items` only.
     """
     if not isinstance(model.item_embedding, ShardedEmbedding):
         return model.item_vectors(), items
@@ -235,9 +235,9 @@ def sampled_softmax_loss(
         model: gives the item vectors.
         states: `(total, embedding_dim)` fp32.
         target_items: `(total,)` int64.
-        num_negatives: how many a row has.
+        num_negatives: the number of negatives per row.
         temperature: divides the scores.
-        per_row: draws them for each row; False draws one set, which all rows share.
+        per_row: draws negatives for each row; False draws one set, which all rows share.
 
     Returns:
         `(total,)` fp32.

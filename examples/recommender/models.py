@@ -1,4 +1,4 @@
-"""The served model: its items as the store numbers them, and its change while it is served."""
+"""Loads served models, numbers their items as the store does, and swaps them while serving."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from recommender.served_ranking import (
 
 __all__ = ["Models", "aligned", "load_served", "make_cache", "make_served"]
 
-CATALOG = "catalogue"  # the note of a store that says what its items and actions are
+CATALOG = "catalogue"  # key of the store's note about its items and actions
 
 
 def load_served(path: Path, bf16: bool, device: torch.device) -> SavedModel | SavedRanking:
-    """Reads a model, of whichever kind it is; on a GPU, and with `bf16`, it computes in bf16.
+    """Loads a retrieval or ranking model, which computes in bf16 on a GPU or with `bf16`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else, or is damaged.
+        ValueError: the file holds no such model, or is damaged.
     """
     dtype = torch.bfloat16 if bf16 or device.type == "cuda" else None
     if is_ranking_model(path):
@@ -42,15 +42,15 @@ def load_served(path: Path, bf16: bool, device: torch.device) -> SavedModel | Sa
 
 
 def aligned(saved: SavedModel | SavedRanking, store: EventStore) -> SavedModel | SavedRanking:
-    """Returns the model with its items numbered as the events of the store are.
+    """Returns the model with its items numbered as in the events of the store.
 
-    The store notes the ids of the first model that it is used with (`note_items`). A later model
-    may have learned other items too, which are numbered after them. The model before it, which does
-    not know those, is aligned as well.
+    The store keeps the item ids of the first model that it is used with (`note_items`). A later
+    model may have more items, which get the next numbers. An earlier model, which does not have
+    these items, can still be aligned.
 
     Raises:
-        ValueError: the model knows neither all of the items nor those of a model before it, or has
-            other actions.
+        ValueError: the model has neither all items of the store nor exactly those of an earlier
+            model, or it has other actions.
         StoreError: the store cannot be read.
     """
     actions = list(saved.model.config.actions) if isinstance(saved, SavedRanking) else []
@@ -70,18 +70,18 @@ def aligned(saved: SavedModel | SavedRanking, store: EventStore) -> SavedModel |
 
 
 def note_items(saved: SavedModel | SavedRanking, store: EventStore) -> None:
-    """Notes the items and actions of an `aligned` model, whose events are stored from then on.
+    """Writes the items and actions of an `aligned` model to the store, before its events.
 
-    Items that a later model has noted stay.
+    The items of a later model stay in the store.
 
     Raises:
-        ValueError: another model has noted others since the model was aligned.
+        ValueError: another model has written other items or actions since this one was aligned.
         StoreError: the store cannot be read or written.
     """
     actions = list(saved.model.config.actions) if isinstance(saved, SavedRanking) else []
     ids = saved.item_ids.tolist()
     mine = json.dumps({"actions": actions, "items": ids}).encode()
-    while True:  # until no other process notes others meanwhile
+    while True:  # until no other process writes the note meanwhile
         note = store.note(CATALOG)
         noted = {"actions": actions, "items": []} if note is None else json.loads(note)
         items = noted["items"]
@@ -95,7 +95,7 @@ def note_items(saved: SavedModel | SavedRanking, store: EventStore) -> None:
 
 
 def names_of(saved: SavedModel | SavedRanking) -> dict[str, tuple[str, ...]]:
-    """Returns what a ranking model predicts, and what it reads; a retrieval model has no names."""
+    """Returns the names of a ranking model's tasks and actions; a retrieval model has none."""
     config = saved.model.config if isinstance(saved, SavedRanking) else None
     return {
         "tasks": () if config is None else config.tasks,
@@ -109,8 +109,8 @@ def reordered(
     """Returns the model with its items in another order.
 
     Raises:
-        ValueError: the model has other items; a ranking model, which looks some of them up by a
-            hash of their numbers, has them in another order.
+        ValueError: the model has other items, or is a ranking model with another order, which
+            cannot change because some items are looked up by a hash of their numbers.
     """
     numbers = {item: number for number, item in enumerate(saved.item_ids.tolist())}
     if list(numbers) == list(order):
@@ -133,17 +133,17 @@ def reordered(
 def make_served(
     saved: SavedModel | SavedRanking, max_candidates: int
 ) -> ServedRetrieval | ServedRanking:
-    """Returns what an engine serves."""
+    """Returns the model in the form that an engine serves."""
     if isinstance(saved, SavedRanking):
         return ServedRanking(saved, max_candidates)
     return ServedRetrieval(saved.model)
 
 
 def make_cache(options: ServeOptions, served: ServedRetrieval) -> PagedKVCache:
-    """Returns a cache of the size that the options name.
+    """Returns a cache for keys and values, of the size in the options.
 
     Raises:
-        ValueError: it is too small for one history.
+        ValueError: the cache is too small for one history.
     """
     config, dtype = served.stack.config, served.model.compute_dtype
     layers = len(served.stack.layers)
@@ -163,22 +163,22 @@ def make_cache(options: ServeOptions, served: ServedRetrieval) -> PagedKVCache:
 
 
 def page_shape(served: ServedRetrieval) -> tuple[object, ...]:
-    """Returns what two models that can be served from one cache have in common."""
+    """Returns the cache layout of a model; models with equal layouts can share a cache."""
     config = served.stack.config
     return len(served.stack.layers), config.num_heads, config.dqk, served.model.compute_dtype
 
 
 class Models:
-    """Changes the model of an engine, one change at a time.
+    """Swaps the model of an engine, one swap at a time.
 
     Args:
-        options: name the file of the model, and the size of a cache.
+        options: the options, with the file of the model and the size of a cache.
         saved: the served model.
-        engine: serves it.
-        max_candidates: how many a request may have.
+        engine: the engine that serves the model.
+        max_candidates: the most candidates of a request.
 
     Attributes:
-        changes: counts the models that have taken over, and those that could not.
+        changes: counts the swaps by outcome: taken over or refused.
     """
 
     def __init__(
@@ -205,21 +205,22 @@ class Models:
         self._refused = self.changes.labels(outcome="refused")
 
     def load_and_swap(self, path: Path | None = None) -> Path:
-        """Lets the model of a file take over, once it has been checked and is ready.
+        """Loads the model of a file, checks it, and swaps it in once it is ready.
 
-        A model with other layers gets a second cache, of the same size; the first one is kept for
-        the way back.
+        A model with another cache layout gets a second cache, of the same size; the first cache is
+        kept for a rollback.
 
         Args:
-            path: None is the file that the options name, which may have been written again.
+            path: the file; None is the file in the options, which may have been rewritten.
 
         Returns:
-            The file.
+            The path of the file.
 
         Raises:
-            OSError: the file, or that of the probe, cannot be read.
-            ValueError: it is damaged, or its model is another or not sound; nothing has changed.
-            RuntimeError: the device has no memory for it; nothing has changed.
+            OSError: the file or the file of the probe cannot be read.
+            ValueError: the file is damaged, or its model does not fit the served model or fails its
+                checks; nothing has changed.
+            RuntimeError: the device has no memory for the model; nothing has changed.
         """
         path = path or self._options.model
         with self._lock, self._refused.count_exceptions():
@@ -244,16 +245,16 @@ class Models:
         return path
 
     def _fits(self, served: ServedRetrieval) -> bool:
-        """Returns whether a model can be served from the cache of the served one."""
+        """Returns whether a model can use the cache of the model that is served now."""
         old = self._engine.model
-        # Where the served model is of another kind, the engine says what is wrong.
+        # If the served model is of another kind, the engine raises the error.
         return not isinstance(old, ServedRetrieval) or page_shape(old) == page_shape(served)
 
     def roll_back(self) -> None:
-        """Lets the model of before the last change take over again.
+        """Swaps the previous model back in.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no model to go back to.
         """
         with self._lock:
             self._engine.roll_back()

@@ -38,7 +38,7 @@ Strategy: TypeAlias = Literal["ddp", "fsdp2"]
 Schedule: TypeAlias = Literal["cosine", "constant"]
 Interval: TypeAlias = "int | Literal['epoch']"  # steps, or an epoch
 
-# hstu_attn.data has these too, and imports torch.
+# As in hstu_attn.data, which would import torch.
 LAYOUT_NAMES = ("movielens", "amazon", "amazon-2014", "amazon-2018", "kuairand", "parquet", "csv")
 ACTIONS = (
     *("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"),
@@ -110,7 +110,7 @@ class Options(argparse.Namespace):
     not_part_of_the_run: tuple[str, ...] = NOT_PART_OF_THE_RUN
 
     def identity(self) -> dict[str, Any]:
-        """Returns the options that a run must share with the one that it continues."""
+        """Returns the options that a resumed run must share with the original run."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -136,7 +136,7 @@ class Options(argparse.Namespace):
 
     @property
     def layer_fp8(self) -> FP8 | None:
-        """`fp8` of the layers' config."""
+        """The value of `fp8` in the config of the layers."""
         from hstu_attn import FP8, Quantization
 
         if self.fp8 is None:
@@ -144,7 +144,7 @@ class Options(argparse.Namespace):
         return FP8(Quantization(smooth_k=self.smooth_k), linears=self.fp8 == "layer")
 
     def describe_precision(self, device: torch.device) -> str:
-        """Returns in what the layers compute, in words."""
+        """Returns a description of the precision in which the layers compute."""
         fp8 = {
             None: "",
             "attention": ", attention in FP8",
@@ -155,7 +155,7 @@ class Options(argparse.Namespace):
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, and paragraphs as they are."""
+    """Shows defaults, and keeps the line breaks of paragraphs."""
 
 
 class _ByName(argparse.Action):
@@ -328,12 +328,12 @@ def parse(
     options: Options,
     positive: Sequence[str] = (),
 ) -> None:
-    """Fills in the options.
+    """Parses the arguments into `options` and checks them.
 
     Args:
         parser: what `make_parser` made, with the example's own options.
-        arguments: None is the command line.
-        options: where they go.
+        arguments: the arguments; None is the command line.
+        options: the namespace that gets the values.
         positive: names of further options that must be positive.
     """
     parser.parse_args(arguments, namespace=options)
@@ -352,7 +352,7 @@ def parse(
 
 
 def _check_model(parser: argparse.ArgumentParser, options: Options) -> None:
-    """Ends the program with an error for widths or FP8 that the model cannot have."""
+    """Ends the program with an error if the model cannot have the given widths or FP8."""
     head_dim = options.head_dim
     if not options.uses_kernels:
         is_divisible = options.dim % options.heads == 0
@@ -385,7 +385,7 @@ def choose_device(name: str) -> torch.device:
     """Returns the named device; "auto" is a GPU that has kernels, otherwise the CPU.
 
     Raises:
-        ValueError: this machine does not have it.
+        ValueError: this machine does not have the device.
     """
     import torch
 
@@ -427,13 +427,13 @@ def open_data(
     """Returns the events to train on.
 
     Args:
-        options: the files, how to read them and where their preprocessed form goes.
-        made_up_data: is read where no file is given.
-        write: writes it into a directory, where it is absent.
+        options: the files, how to read them, and the directory of the preprocessed data.
+        made_up_data: the files of the made-up data set, which are read if no file is given.
+        write: writes the made-up data set into a directory, if it is absent.
 
     Raises:
         OSError: a file cannot be read, or the preprocessed data cannot be written.
-        ValueError: the data are of no known layout, or nothing of use is in them.
+        ValueError: the data have no known layout, or hold no usable events.
     """
     from hstu_attn.data import open_event_log
 

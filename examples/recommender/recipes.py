@@ -1,8 +1,8 @@
 """Recipes: options of a command line in a TOML file, with the metrics that were published for them.
 
-A key is the name of an option without its dashes, and a value what the option is given; `true` and
-`false` turn options without a value on and off. The table `[published]` has metrics by their names
-in the tables that are printed. The recipes of this repository are in `examples/recipes`.
+A key is the name of an option without its leading dashes, and the value is the option's value;
+`true` and `false` turn flags on and off. The table `[published]` has published metrics, by the
+names under which results are printed. The recipes of this repository are in `examples/recipes`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def with_recipe(
     A file that cannot be read, or holds anything but options and metrics, ends the program.
 
     Args:
-        parser: has all options.
-        arguments: None is the command line.
+        parser: the parser, with all options.
+        arguments: the arguments; None is the command line.
         metrics: the names that `[published]` may have.
 
     Returns:
-        The arguments of the recipe and then those given, which override them; and the published
-        metrics by name.
+        The recipe's arguments, followed by the given arguments, which override them; and the
+        published metrics by name.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     first = argparse.ArgumentParser(prog=parser.prog, add_help=False)
@@ -91,7 +91,7 @@ def _check_published(published: Any, metrics: Collection[str]) -> None:
 
 
 def _as_arguments(recipe: dict[str, Any], options: Collection[str]) -> list[str]:
-    """Returns the options of a recipe as a command line gives them."""
+    """Returns the options of a recipe as command-line arguments."""
     arguments = []
     for key, value in recipe.items():
         name = key.replace("-", "_")

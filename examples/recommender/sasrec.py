@@ -21,18 +21,18 @@ class SASRec(ItemModel):
     """Predicts each row's next item by softmax attention (arXiv 1808.09781).
 
     It is the variant that the HSTU paper compares with: sampled softmax instead of binary
-    cross-entropy, and norms without weights. It reads no times.
+    cross-entropy, and layer norms without weights. It reads no timestamps.
 
     Args:
         num_items: size of the catalog.
         dim: width of the embeddings, of the layers and of their hidden rows.
         num_heads: heads of a layer, a divisor of `dim`.
         num_layers: how many layers.
-        max_seq_len: no sequence is longer.
+        max_seq_len: the largest length of a sequence.
         dropout_ratio: the dropout ratio of the embedded inputs, of the attention weights, and of
             both linears of a feed-forward network.
         l2_normalize: as in `ItemModel`.
-        compute_dtype: the dtype of products in the layers; embeddings and scores are fp32.
+        compute_dtype: the autocast dtype of the layers; embeddings and scores are fp32.
         mesh: as in `ItemModel`.
     """
 
@@ -60,10 +60,10 @@ class SASRec(ItemModel):
         """Returns the state of each row, `(total, dim)` fp32, to compare with items."""
         x = self.position(self.item_embedding(batch.items), batch.seq_offsets)
         longest = self.max_seq_len
-        if not x.is_cuda:  # there the host would wait for it, and a graph needs a fixed length
+        if not x.is_cuda:  # on CUDA, tolist would synchronize, and graphs need a fixed length
             longest = max([1, *batch.seq_offsets.diff().tolist()])  # a rank may have no sequence
         padded = jagged_to_dense(x, batch.seq_offsets, longest)
-        # The cache of casts would keep tensors of one captured graph for the next.
+        # The autocast cache would keep tensors of one captured graph for the next.
         is_16_bits = self.compute_dtype != torch.float32
         with torch.autocast(x.device.type, self.compute_dtype, is_16_bits, cache_enabled=False):
             for layer in self.layers:
@@ -73,7 +73,7 @@ class SASRec(ItemModel):
 
 
 class _Layer(nn.Module):
-    """Causal attention whose queries alone are normalized, and a feed-forward network.
+    """Causal attention with layer norm on its queries only, and a feed-forward network.
 
     The weights start Xavier normal; the biases of the attention start as zeros.
     """
@@ -91,7 +91,8 @@ class _Layer(nn.Module):
             nn.init.zeros_(linear.bias)
         for weight in (self.output.weight, self.up.weight, self.down.weight):
             nn.init.xavier_normal_(weight)
-        # Query, key and value start as one weight (3 * dim, dim), as in nn.MultiheadAttention.
+        # As in nn.MultiheadAttention, query, key and value are initialized as one weight
+        # (3 * dim, dim).
         together = nn.init.xavier_normal_(torch.empty(3 * dim, dim))
         with torch.no_grad():
             self.query.weight.copy_(together[:dim])
@@ -100,7 +101,7 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Computes the layer for padded sequences `(batch, longest, dim)`.
 
-        The padding is after the rows of each sequence, which do not see it.
+        Padding follows the rows of each sequence, so causal attention does not see it.
         """
         normed = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS)
         query = self._heads(self.query(normed))

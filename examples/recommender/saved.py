@@ -1,4 +1,4 @@
-"""Trained models in files that hold all that is needed to use them."""
+"""Saves and loads trained retrieval models as self-contained files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SavedModel(NamedTuple):
 
     @property
     def has_text_ids(self) -> bool:
-        """Returns whether the ids of the data set, of items and of users alike, are text."""
+        """Returns whether the data set's item and user ids are text."""
         return self.item_ids.dtype.kind == "U"
 
 
@@ -57,10 +57,10 @@ def save_model(
     validation: Mapping[str, float] | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Writes the model and its catalog, as in `SavedModel`, in place of what was there.
+    """Saves the model and its catalog, as in `SavedModel`, and replaces an existing file.
 
-    The file also holds the validation metrics of the model, by name. `weights` is the state of the
-    model; None is what it has here.
+    The file also holds the model's validation metrics by name. `weights` is the state dict to save;
+    None is the state dict of `model`.
     """
     arguments = {
         "num_items": model.item_embedding.num_embeddings,
@@ -68,7 +68,7 @@ def save_model(
         "num_layers": len(model.stack.layers),
         "max_seq_len": model.max_seq_len,
         "dropout_ratio": model.dropout_ratio,
-        "l2_normalise": model.l2_normalize,  # the spelling of files that exist
+        "l2_normalise": model.l2_normalize,  # the spelling in existing files
         "compute_dtype": str(model.compute_dtype).removeprefix("torch."),
     }
     state = {
@@ -87,17 +87,17 @@ def load_model(
     compute_dtype: torch.dtype | None = None,
     fp8: bool = True,
 ) -> SavedModel:
-    """Reads what `save_model` has written.
+    """Loads a model that `save_model` has written.
 
     Args:
         path: the path of the file.
         device: the device of the model.
         compute_dtype: the dtype of the layers; None is as in training.
-        fp8: whether what was trained in FP8 is computed in it; a cache has it in mode 1 alone.
+        fp8: whether a model trained in FP8 computes in FP8; a KV cache supports FP8 mode 1 only.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else; the message names a SASRec model as such.
+        ValueError: the file holds no such model; the message says if it is a SASRec model.
     """
     with path.open("rb") as file:
         try:

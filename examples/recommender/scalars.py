@@ -15,18 +15,17 @@ __all__ = ["Scalars"]
 
 
 class Scalars:
-    """Numbers by step, in event files of one directory.
+    """Writes scalars by step to TensorBoard event files in one directory.
 
-    A run that was killed has written numbers of steps after its last checkpoint. The one that
-    continues it writes those steps again, and marks the place (`purge_step`) from which readers
-    leave out what was there before.
+    A killed run may have written steps after its last checkpoint. The run that continues it writes
+    these steps again, and sets `purge_step` so that readers discard the older values.
 
     Args:
         directory: holds the files; None writes nothing.
-        steps_done: a run continues after this many steps; 0 removes what the directory holds.
+        steps_done: the steps that the run has made so far; 0 empties the directory.
 
     Raises:
-        OSError: the files cannot be written, here or in a method; it has the path.
+        OSError: the files cannot be written, here or in a method; the error has the path.
     """
 
     def __init__(self, directory: Path | None, steps_done: int) -> None:
@@ -68,7 +67,7 @@ def _without_writers(
 ) -> None:
     """Reports exceptions that end threads, except in the threads that write TensorBoard's files.
 
-    What those could not write is raised by the next method of `Scalars`.
+    The next call of a method of `Scalars` raises the error of such a thread.
     """
     if type(failed.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         show(failed)

@@ -1,4 +1,4 @@
-"""Runs that differ by their seed, and the means and the spread of what they reach."""
+"""Runs that differ by their seed, and the means and standard deviations of their metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recommender.options import Options
 __all__ = ["Table", "train_seeds"]
 
 Table: TypeAlias = Mapping[str, Mapping[str, float]]
-"""Metrics by name, of each row by its name."""
+"""Metrics by row name and then by metric name."""
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 SPREAD = "standard deviation"
@@ -24,19 +24,18 @@ SPREAD = "standard deviation"
 def train_seeds(options: AnyOptions, train: Callable[[AnyOptions], Table]) -> Table:
     """Trains with `options.seeds` seeds from `options.seed` on, and summarizes the results.
 
-    The run of a seed is in the directory `seed-N` of `options.out`, where `seeds.json` gets the
-    summary and the results of each. With `--resume` the runs that have begun are continued.
+    Each run has the directory `seed-N` in `options.out`. `seeds.json`, also in `options.out`, gets
+    the summary and the results of each run. `--resume` continues the runs that have begun.
 
     Args:
-        options: those of the runs, but for `seed` and `out`.
-        train: makes a run; returns its table.
+        options: the options of all runs; each run gets its own `seed` and `out`.
+        train: trains one run and returns its table.
 
     Returns:
-        The means of each row and, where the runs differ, their standard deviations.
+        The mean of each row and, where the runs differ, the standard deviation.
 
     Raises:
-        ValueError: the directory of one of the runs may not be used; this is checked before any run
-            begins.
+        ValueError: a run's directory may not be used; this is checked before any run begins.
     """
     parent = copy.copy(options)
     parent.resume = False
@@ -59,7 +58,7 @@ def train_seeds(options: AnyOptions, train: Callable[[AnyOptions], Table]) -> Ta
 
 
 def summarize(tables: Sequence[Table]) -> dict[str, dict[str, float]]:
-    """Returns the means of the rows that all tables have, each with its spread where it has one."""
+    """Returns means and, where runs differ, standard deviations of the rows in all tables."""
     summary = {}
     for name in tables[0]:
         rows = [table[name] for table in tables if name in table]

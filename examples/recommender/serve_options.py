@@ -31,11 +31,11 @@ MAX_BODY_BYTES = 2**20
 MAX_CONNECTIONS = 900
 TIMEOUT = 5.0  # seconds
 TOKENS, ADMIN_TOKENS = "HSTU_ATTN_TOKENS", "HSTU_ATTN_ADMIN_TOKENS"  # environment variables
-PAGE_SIZES = (16, 32, 64, 128, 256)  # those of hstu_attn.paged, which imports torch
+PAGE_SIZES = (16, 32, 64, 128, 256)  # as in hstu_attn.paged, which would import torch
 
 
 class ServeOptions(argparse.Namespace):
-    """The command line."""
+    """The options of the command line."""
 
     model: Path
     probe: Path | None
@@ -87,7 +87,7 @@ def number(
         value = math.nan
         with suppress(ValueError):
             value = kind(text)
-        if not least <= value <= most:  # NaN is not
+        if not least <= value <= most:  # true for NaN
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(
                 f"expected {what} from {least:.10g} to {most:.10g}; got {text!r}"
@@ -98,7 +98,7 @@ def number(
 
 
 def device(text: str) -> str:
-    """Returns a converter to devices."""
+    """Checks the name of a device, for `add_argument(type=...)`."""
     name, _, index = text.partition(":")
     is_cuda = name == "cuda" and (index.isdecimal() or text == name)
     if text not in ("auto", "cpu") and not is_cuda:
@@ -110,8 +110,8 @@ def parse_arguments(documentation: str | None, arguments: list[str] | None = Non
     """Parses the options; exits if one is wrong, or names a file that does not exist.
 
     Args:
-        documentation: the documentation of the program, for `--help`.
-        arguments: None is the command line.
+        documentation: the docstring of the program, for `--help`.
+        arguments: the arguments; None is the command line.
     """
     parser = Parser(prog="serve.py", description=documentation, formatter_class=Formatter)
     count = number(1, 10**9)

@@ -1,4 +1,4 @@
-"""The retrieval model as an engine serves it."""
+"""The interface of the retrieval model for the serving engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["ServedRetrieval"]
 class ServedRetrieval:
     """A trained model as a `hstu_attn.serving.CatalogModel`.
 
-    Candidates are compared with the state after a user's last event. The constructor puts the model
-    into evaluation mode.
+    Candidates are scored against the state after a user's last event. The constructor puts the
+    model into evaluation mode.
 
     Args:
-        model: trained; its weights must not change any more.
+        model: the trained model, whose weights must not change afterwards.
     """
 
     num_actions = 1
@@ -38,9 +38,9 @@ class ServedRetrieval:
         return x.to(model.compute_dtype)
 
     def score(self, states: Tensor, candidates: Tensor) -> Tensor:
-        """Scores `(n,)` fp32 of candidates `(n,)` by states `(n, embedding_dim)`."""
+        """Returns scores `(n,)` fp32 of candidates `(n,)` for states `(n, embedding_dim)`."""
         return (self.model.state_vectors(states) * self.item_vectors[candidates]).sum(dim=1)
 
     def score_catalog(self, states: Tensor) -> Tensor:
-        """Scores `(n, num_items)` fp32 by states `(n, embedding_dim)`."""
+        """Returns scores `(n, num_items)` fp32 of all items for states `(n, embedding_dim)`."""
         return self.model.state_vectors(states) @ self.item_vectors.T

@@ -1,4 +1,4 @@
-"""The ranking model as an engine serves it."""
+"""The interface of the ranking model for the serving engine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ USERS = "embeddings.tables.user.weight"
 
 
 class SavedRanking(NamedTuple):
-    """A trained model and the ids of its data.
+    """A trained ranking model and the ids of its items and users.
 
     Attributes:
-        model: in evaluation mode. Its table of users has one more row than in training: the mean of
-            the others, for users whom it was not trained with.
+        model: the model in evaluation mode. Its user embedding table has one more row than in
+            training: the mean of the other rows, for users unknown in training.
         item_ids: `(num_items,)`, increasing: the data set's ids of the model's items, int64 or
             text.
-        user_ids: `(num_users,)`, the same of the users that it was trained with.
+        user_ids: `(num_users,)`, increasing: the data set's ids of the users in training, int64 or
+            text.
     """
 
     model: RankingModel
@@ -37,7 +38,7 @@ class SavedRanking(NamedTuple):
 
     @property
     def has_text_ids(self) -> bool:
-        """Returns whether the ids of the data set, of items and of users alike, are text."""
+        """Returns whether the data set's item and user ids are text."""
         return self.item_ids.dtype.kind == "U"
 
 
@@ -53,7 +54,7 @@ def is_ranking_model(path: Path) -> bool:
 def load_saved_ranking(
     path: Path, device: torch.device, compute_dtype: torch.dtype | None = None
 ) -> SavedRanking:
-    """Reads what train_ranking.py has saved, and appends a row for new users.
+    """Loads a model that train_ranking.py has saved, and appends a row for new users.
 
     Args:
         path: the path of the file.
@@ -62,7 +63,7 @@ def load_saved_ranking(
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else, is damaged, or was saved without the ids of the data.
+        ValueError: the file holds no ranking model, is damaged, or lacks the ids of the data.
     """
     try:
         state = read_ranking_model(path)
@@ -87,15 +88,15 @@ def load_saved_ranking(
 class ServedRanking:
     """A trained model as a `hstu_attn.serving.UncachedModel`, with a score for each task.
 
-    The contextual rows see all of the history and change with each request, and so do the ages of
-    the events, so nothing of one request can be used for the next.
+    The contextual rows attend to the whole history and change with each request, as do the ages of
+    the events, so nothing can be cached between requests.
 
-    How many events the user had before, one of the contextual features, is the `context` of a
-    request; None is as many as are in its history.
+    The `context` of a request is the number of events that the user has had, which is a contextual
+    feature; None is the length of the history.
 
     Args:
-        saved: trained. The limit on the rows of its sequences is raised for more candidates.
-        max_candidates: candidates of a request, which may be more than in training.
+        saved: the trained model; its limit on rows per sequence is adjusted to `max_candidates`.
+        max_candidates: the most candidates of a request, which may be more than in training.
     """
 
     candidates_are_rows = True
@@ -123,7 +124,7 @@ class ServedRanking:
         return int(hashed_rows(np.array([place]), len(known), self.new_user)[0])
 
     def batch(self, requests: Requests) -> RankingBatch:
-        """Returns the windows of the requests, as in training, on the CPU."""
+        """Returns the requests as a batch of the form used in training, on the CPU."""
         users = np.array([self.user_row(user) for user in requests.users], np.int64)
         before = np.diff(requests.event_offsets)
         for number, told in enumerate(requests.contexts):

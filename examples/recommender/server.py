@@ -55,34 +55,34 @@ __all__ = [
 
 LOG = logging.getLogger("recommender.server")
 EARLIEST_TIME = 631_152_000
-"""The seconds from 1970 to 1990, which are more than the minutes or hours until now."""
+"""The year 1990 in seconds since 1970; current times in minutes or hours are smaller numbers."""
 EARLIEST_NOTE = "earliest time"
-"""Names the note of a store that has the time of the first event of --data, if before 1990."""
+"""Key of the store's note with the time of the first event of --data, if before 1990."""
 
 
 def make_engine(
     options: ServeOptions, saved: SavedModel | SavedRanking, store: EventStore | None = None
 ) -> Engine:
-    """Returns an engine for the model, with the users' events of the data.
+    """Returns an engine for the model, with the users' events from the data.
 
-    A ranking model computes each request whole, so its engine has no cache.
+    A ranking model computes the whole history for each request, so its engine has no cache.
 
     Args:
         options: the command line.
-        saved: its items are numbered as in the store (`aligned`).
-        store: keeps the events; None is a store in memory.
+        saved: the model, with its items numbered as in the store (`aligned`).
+        store: the store of the events; None is a store in memory.
 
     Raises:
         OSError: the file of the probe cannot be read.
-        ValueError: the cache is too small for one history, the model has scores that are not
-            finite or not those of the probe, or the data are not those of the model.
+        ValueError: the cache is too small for one history, the model's scores are not finite or
+            differ from the probe's, or the data do not fit the model.
     """
     served = make_served(saved, MAX_CANDIDATES)
     cache: PagedKVCache | None = None
     graphs: GraphBuckets | bool = False
     if isinstance(served, ServedRetrieval):
         cache = make_cache(options, served)
-        # On a GPU, no request waits for kernels to be compiled and steps to be captured.
+        # On a GPU, graphs are captured ahead, so that no request waits for compilation or capture.
         graphs = GraphBuckets(ahead=True) if cache.kv_cache.is_cuda else False
     if store is None:
         store = make_store(options, saved, "memory")
@@ -90,7 +90,7 @@ def make_engine(
     check_successor(served, served, cache, store, probe)
     note_items(saved, store)
     if options.data is not None and store.seeded:
-        # The store has had its first events, so --data is not read again.
+        # The store was seeded with events before, so --data is not read again.
         print("The store has had the events of --data, or of other data; none is added")
     elif options.data is not None:
         log = open_event_log(
@@ -114,7 +114,7 @@ def make_engine(
         max_candidates=MAX_CANDIDATES,
         graphs=graphs,
         time_range=lambda: (earliest, int(time.time()) + options.ahead_seconds),
-        # `aligned` has checked that all items below num_items are those of this model.
+        # `aligned` has checked that all item numbers below num_items are items of this model.
         skip_unknown_items=True,
     )
 
@@ -122,11 +122,11 @@ def make_engine(
 def make_store(
     options: ServeOptions, saved: SavedModel | SavedRanking, place: str | None = None
 ) -> EventStore:
-    """Opens the store that the options name, or another one.
+    """Opens the store at `place`; None is the store that the options name.
 
     Raises:
-        ImportError: it is Redis, whose package is not installed.
-        OSError, ValueError: it cannot be made, or is damaged, in use or something else.
+        ImportError: the store is Redis, and its package is not installed.
+        OSError, ValueError: the store cannot be created, is damaged or in use, or is no store.
         StoreError: Redis does not answer.
     """
     place = place or options.store or str(options.model.with_name("events.sqlite"))
@@ -136,7 +136,7 @@ def make_store(
 
 
 def earliest_time(options: ServeOptions, store: EventStore) -> int:
-    """Returns the earliest time that an event may have: of the option, or of the store's --data."""
+    """Returns the earliest time of an accepted event, from the option or the store's --data."""
     if options.earliest_time is not None:
         return options.earliest_time
     earliest = int(store.note(EARLIEST_NOTE) or EARLIEST_TIME)
@@ -151,14 +151,14 @@ def earliest_time(options: ServeOptions, store: EventStore) -> int:
 def add_events(
     store: EventStore, log: EventLog, saved: SavedModel | SavedRanking, until: int = 2**62
 ) -> None:
-    """Stores each user's latest events, but for those on items that the model does not know.
+    """Stores each user's latest events, except events on items that the model does not know.
 
-    A store takes them once: later it has events that came since, and users may have been deleted.
-    Events after the time `until` are left out, too, since they would keep out those that come.
+    A store is seeded only once: later it has newer events, and users may have been deleted. Events
+    after the time `until` are left out, too, since earlier new events would then be refused.
 
     Raises:
-        ValueError: ids of the data are text and those of the model numbers, or the other way round;
-            or a ranking model was trained with other actions than those of the data.
+        ValueError: the data's ids are text and the model's ids are numbers, or vice versa; or a
+            ranking model was trained with actions that differ from the data's.
     """
     bits: np.ndarray[Any, Any] = np.broadcast_to(np.uint8(0), log.num_events)
     if isinstance(saved, SavedRanking):
@@ -195,13 +195,13 @@ def add_events(
 
 
 class Server(uvicorn.Server):
-    """A server that can be drained: at SIGTERM, /ready says 503; then the server waits, and stops.
+    """A server that can be drained: at SIGTERM, /ready returns 503, and it waits before it stops.
 
     Args:
-        config: uvicorn's.
-        app: the application; while its `state.draining` is true, /ready says 503.
-        drain_seconds: how long requests are accepted after SIGTERM. Those that have arrived are
-            answered in any case. A second signal, or SIGINT, does not wait.
+        config: the configuration of uvicorn.
+        app: the application; while its `state.draining` is true, /ready returns 503.
+        drain_seconds: how long requests are accepted after SIGTERM. Requests that have arrived are
+            answered in any case. A second signal, or SIGINT, stops the server without this wait.
     """
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, drain_seconds: float) -> None:
@@ -225,11 +225,11 @@ class Server(uvicorn.Server):
 
 
 def read_access(options: ServeOptions) -> Access:
-    """Returns who may ask.
+    """Returns the tokens of clients and administrators.
 
     Raises:
         OSError: a file of tokens cannot be read.
-        ValueError: there is no token in it, or one that cannot be used.
+        ValueError: a file or an environment variable has no token, or one that is not valid.
     """
     return Access(
         read_tokens(options.token_file, TOKENS),
@@ -264,7 +264,7 @@ def make_server(
         ),
         ws="none",
         log_level="warning",
-        # Else whoever is on this machine could name any client.
+        # Otherwise any process on this machine could claim any client address.
         proxy_headers=options.trusted_proxies is not None,
         forwarded_allow_ips=options.trusted_proxies,
         timeout_graceful_shutdown=int(options.timeout) + 5,
@@ -281,9 +281,9 @@ def is_loopback(host: str) -> bool:
 
 
 def change_by_signals(models: Models) -> None:
-    """Lets SIGHUP load the model's file again, and SIGUSR2 the model of before take over again.
+    """Makes SIGHUP load the model's file again, and SIGUSR2 swap the previous model back in.
 
-    NOTE: the changes are made in threads, since requests are served in the main one meanwhile.
+    NOTE: swaps run in threads of their own, since the main thread serves requests meanwhile.
     """
 
     def change(what: Callable[[], object], done: str) -> None:
@@ -307,7 +307,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
 
     Args:
         options: the command line.
-        listener: bound; accepts connections once they can be answered.
+        listener: a bound socket, which listens once requests can be answered.
     """
     for number in (signal.SIGTERM, signal.SIGINT):  # raised again once uvicorn is done
         signal.signal(number, lambda *_: sys.exit(0))

@@ -8,10 +8,10 @@
   https://github.com/hyp1231/AmazonReviews2023): `user_id,parent_asin,rating,timestamp` with a
   header, timestamps in milliseconds.
 
-The files of 2014 and 2018 are told apart by the place of the item in the first line: its ASIN has
+The position of the item in the first line distinguishes files of 2014 and 2018: an item's ASIN has
 ten characters, and is the ten digits of an ISBN (the last may be X) or starts with B.
 
-Ids are text. They get whole numbers in the order of the text, and the log keeps the text:
+Ids are text. They are numbered in the order of the text, and the log keeps the text:
 `EventLog.user_keys` and `item_keys`. The distinct ids are held in memory.
 """
 
@@ -40,7 +40,7 @@ __all__ = [
 LOWEST_RATING, HIGHEST_RATING = 0.0, 5.0
 ASIN_LENGTH = 10
 ASIN = re.compile(r"B[0-9A-Z]{9}|[0-9]{9}[0-9X]")
-FIRST_MILLISECOND = 10**11  # 1973 in milliseconds, the year 5138 in seconds: tells them apart
+FIRST_MILLISECOND = 10**11  # the unit's threshold: 1973 in milliseconds, 5138 in seconds
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class AmazonLayout:
 def place_of_item(fields: Sequence[str]) -> int | None:
     """Returns which of the first two fields of a line without a header is the item, 0 or 1.
 
-    It is the one that has the length of an ASIN; if both have, the one that has its form. None
-    means that neither is, or that both may be.
+    The item is the field with the length of an ASIN; if both fields have this length, the field
+    with the form of an ASIN. None means that neither field is the item, or that both may be.
     """
     lengths = [len(field) == ASIN_LENGTH for field in fields[:2]]
     forms = [ASIN.fullmatch(field) is not None for field in fields[:2]]

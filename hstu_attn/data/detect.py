@@ -1,4 +1,4 @@
-"""Finds the layout of a source: the caller names it, or its first line shows it."""
+"""Finds the layout of a source by the name that the caller gives, or by its first line."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LONGEST_HEADER = 4096  # bytes
 
 
 def source_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Returns the files of a source: itself, each of them, or those in a directory.
+    """Returns the files of a source, which is one path or several paths of files or directories.
 
-    The latter are Parquet files, also in directories below, or the logs of KuaiRand.
+    A directory stands for its Parquet files, at any depth, or else for its KuaiRand logs.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no files.
     """
     given = [source] if isinstance(source, str | Path) else source
     files = []
@@ -48,12 +48,12 @@ def detect_layout(
 
     Args:
         source: the file.
-        name: one of `LAYOUT_NAMES`; None is any of them.
+        name: one of `LAYOUT_NAMES`; None detects the layout.
         columns: names of the columns of Parquet files or of text files with a header, by feature.
 
     Raises:
-        ValueError: none of the layouts, `columns` for a layout that has names of its own, or a line
-            of Amazon reviews in which either of two fields may be the item.
+        ValueError: no layout fits, `columns` is given for a layout with fixed column names, or
+            either of two fields in a line of Amazon reviews may be the item.
     """
     if name is not None and name not in LAYOUT_NAMES:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUT_NAMES)}, got {name!r}")

@@ -3,7 +3,7 @@
 Logs are `log_standard_*.csv` with a header, in one or more files whose lines belong together
 (https://kuairand.com; the columns are those of "Descriptions of the fields in log_xxx.csv" in
 https://github.com/chongminggao/KuaiRand, arXiv 2208.08696). Columns are found by their names, and
-others are not looked at. Fields are separated by commas, or by tabs where the header is.
+other columns are ignored. Fields are separated by commas, or by tabs if those of the header are.
 
 `EventLog.columns` holds, for each event:
 
@@ -12,8 +12,8 @@ others are not looked at. Fields are separated by commas, or by tabs where the h
 * `play_time_ms`, `duration_ms`: int32.
 * `is_rand`, `tab`: uint8, whether the video was exposed at random, and where.
 
-`EventLog.ratings` is `is_click`. Each line is a video that was shown, seen or not; a model that
-predicts what is watched next wants some of them: `open_event_log(..., only="long_view")`.
+`EventLog.ratings` is `is_click`. Each line is a video that was shown, watched or not. To train a
+model that predicts the next watched video, select lines: `open_event_log(..., only="long_view")`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ ACTIONS = (
     *("is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"),
     "is_profile_enter",
 )
-"""What a user may do about a video, from the lowest bit of `actions`."""
+"""The actions of a user on a video, in the order of the bits of `actions`, lowest first."""
 
 MOST_OF = {"play_time_ms": 2**31 - 1, "duration_ms": 2**31 - 1, "is_rand": 1, "tab": 255}
-"""The other columns that are kept, and the largest number in each."""
+"""The other columns that are kept, and the largest value of each."""
 
 
 def unpack_actions(actions: Tensor) -> Tensor:
@@ -51,10 +51,10 @@ def unpack_actions(actions: Tensor) -> Tensor:
 
 
 def kuairand_logs(directory: Path) -> list[Path]:
-    """Returns the standard logs in a directory, or in its `data`.
+    """Returns the standard logs in a directory, or in its subdirectory `data`.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no standard logs.
     """
     for place in (directory, directory / "data"):
         logs = sorted([*place.glob("log_standard_*.csv"), *place.glob("log_standard_*.csv.gz")])

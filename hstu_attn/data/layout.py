@@ -1,4 +1,4 @@
-"""Reads events as text files spell them, and reports lines that do not follow their layout."""
+"""Reads events from text files, and reports lines that do not follow their layout."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class MalformedLineError(ValueError):
 
 @dataclass(frozen=True)
 class Events:
-    """Some consecutive events of a source, one element each.
+    """Consecutive events of a source; each array has one element per event.
 
     Attributes:
-        users: the source's ids, int64 or text (ASCII).
-        items: the same of items.
+        users: the source's user ids, int64 or text (ASCII).
+        items: the source's item ids, int64 or text (ASCII).
         ratings: float32.
-        timestamps: int64, of which `ticks_per_second` make a second.
-        columns: what else the layout has of each event, by name.
+        timestamps: int64, in ticks; a second has `ticks_per_second` ticks.
+        columns: further columns of the layout, by name.
     """
 
     users: NDArray[Any]
@@ -69,14 +69,14 @@ class Events:
 
 
 class EventLayout(Protocol):
-    """A text layout of events; another layout is another class with these members."""
+    """The protocol of the classes that read a layout of events."""
 
     @property
     def name(self) -> str:
-        """Stands in the manifest of the preprocessed log."""
+        """The name of the layout in the manifest of the preprocessed log."""
 
     def companions(self, source: Path) -> list[Path]:
-        """Further files that the preprocessed log is made from."""
+        """Returns the further files from which the preprocessed log is made."""
 
     def read(
         self, sources: Sequence[Path], malformed: MalformedLines, progress: bool
@@ -113,7 +113,7 @@ def only_source(sources: Sequence[Path], layout: str) -> Path:
     """Returns the only file of a layout that reads one file.
 
     Raises:
-        ValueError: there are more.
+        ValueError: there are several files.
     """
     if len(sources) != 1:
         raise ValueError(f"the layout {layout} is one file, got {len(sources)}: {sources[1]}, ...")
@@ -152,10 +152,10 @@ def open_bytes(path: Path, progress: bool) -> Iterator[tuple[IO[bytes], Callable
 
 
 class MalformedLines:
-    """Malformed lines: all of them counted and written to a report, the first few kept.
+    """Counts malformed lines, writes them to a report, and keeps the first few.
 
     Attributes:
-        count: how many there were.
+        count: the number of malformed lines.
         examples: the first ones, as `path:line number: reason: text`.
     """
 

@@ -34,13 +34,13 @@ class MovieLensLayout:
 
     Args:
         name: the name in the manifest of the preprocessed log.
-        delimiter: between the fields of a line.
+        delimiter: the separator of the fields of a line.
         columns: the columns of the ratings: user, item, rating and timestamp.
         has_header: whether the first lines of both files name their columns.
         titles_file: name of the file of titles, next to the ratings.
-        titles_encoding: its text encoding.
-        titles_delimiter: between its fields, of which the first two are the item and the title.
-        titles_fields: how many fields its lines have.
+        titles_encoding: text encoding of the titles file.
+        titles_delimiter: the separator of its fields; the first two are the item and the title.
+        titles_fields: the number of fields in a line of the titles file.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Parquet files and text files of events, as many as there are, whose columns the caller names.
+"""Parquet files and text files of events, one or more, whose columns the caller names.
 
     open_event_log("events/", columns={"user": "account", "item": "sku", "timestamp": "at"})
     open_event_log("log.csv", columns={"user": "account", "item": "sku", "timestamp": "at"})
@@ -6,15 +6,16 @@
 A text file has a header. A comma, a semicolon, a tab or a bar separates its fields, which may be in
 double quotes.
 
-* `user`, `item`: whole numbers from 0, or text. Those of a text file are always text, so that
-  `007` stays what it is.
-* `timestamp`: a timestamp or a date of Parquet, in text files as ISO 8601 has it, or whole numbers:
-  seconds or milliseconds, distinguished by their size.
+* `user`, `item`: whole numbers from 0, or text. Ids in a text file are always text, so that `007`
+  is not read as 7.
+* `timestamp`: a timestamp or a date of Parquet, ISO 8601 in text files, or whole numbers: seconds
+  or milliseconds, distinguished by their size.
 * `rating`: numbers. It may be absent, and each event then has a rating of 1.
-* What a user did, as `hstu_attn.data.kuairand` has it: columns named as `ACTIONS`, each true or
-  false (or 1 or 0). `EventLog.columns` holds `actions` where there is one of these columns.
+* Actions of a user, as in `hstu_attn.data.kuairand`: columns named as `ACTIONS`, each true or false
+  (or 1 or 0). `EventLog.columns` holds `actions` if at least one of these columns exists.
 
-A name that is not given is that of the feature; other columns are not read. A null is an error.
+A feature without a given column name is read from the column named as the feature; other columns
+are not read. A null is an error.
 
 It needs pyarrow: `pip install hstu_attn[parquet]`.
 """
@@ -58,7 +59,7 @@ class ParquetLayout:
         name: the name in the manifest of the preprocessed log.
 
     Raises:
-        ValueError: `columns` has another feature.
+        ValueError: `columns` has a key that is not in `FEATURES`.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class ParquetLayout:
 
         Raises:
             ValueError: pyarrow is not installed, or a file is damaged, lacks a column, or has a
-                value that is not of its column's type.
+                value that does not have its column's type.
         """
         try:
             import pyarrow as pa
@@ -150,7 +151,7 @@ class ParquetLayout:
 
 @dataclass(frozen=True)
 class CsvLayout(ParquetLayout):
-    """The layout of text files with a header, whose fields a character separates.
+    """The layout of delimited text files with a header.
 
     Args:
         columns: the names of columns by feature, one of `FEATURES`.
@@ -168,7 +169,7 @@ class CsvLayout(ParquetLayout):
             header = file.readline().decode("utf-8-sig", errors="backslashreplace")
         delimiter = max(DELIMITERS, key=header.count)
         names = self._names(source, next(csv.reader([header], delimiter=delimiter), []))
-        # Types that are inferred from the first rows may not fit ids and ratings of later ones.
+        # Types that are inferred from the first rows may not fit ids and ratings of later rows.
         types = {names[feature]: pa.string() for feature in ("user", "item")}
         if "rating" in names:
             types[names["rating"]] = pa.float32()
@@ -191,7 +192,7 @@ def _require_alike(
     first_names: list[str],
     first: Events,
 ) -> None:
-    """Refuses files whose ids, times or columns are of another kind than those of the first."""
+    """Refuses files whose ids, times or columns are of another kind than in the first file."""
     kinds = [
         {
             "users": each.users.dtype.kind,

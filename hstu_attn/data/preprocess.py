@@ -1,4 +1,4 @@
-"""Brings the events of a source into the form that `EventLog` maps, in bounded memory.
+"""Converts the events of a source to the arrays that `EventLog` memory-maps, in bounded memory.
 
 This is an external sort, whose temporary files are in the directory of the log:
 
@@ -9,7 +9,7 @@ This is an external sort, whose temporary files are in the directory of the log:
 3. Users are divided into ranges of about a chunk's events. The events of a range are read from all
    runs, sorted by user and time, and appended to the arrays of the log.
 
-Besides a chunk, memory holds the different ids of users and items, and a few numbers for each.
+Besides a chunk, memory holds the distinct ids of users and items, and a few numbers for each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .layout import Events
 
 __all__ = ["LEAST_USER_EVENTS", "Preprocessed", "preprocess"]
 
-LEAST_USER_EVENTS = 3  # one to learn from, one to validate on, one to test on
+LEAST_USER_EVENTS = 3  # one each for training, validation and test
 CHUNK_EVENTS = 1 << 21
 PENDING_IDS = 1 << 20  # ids that are counted by block and not yet merged
 
@@ -39,15 +39,15 @@ class Preprocessed:
     """The record of what was written and of what was left out.
 
     Attributes:
-        item_ids: `(num_items,)` int64, the source's ids, or numbers from 0 where those are text.
+        item_ids: `(num_items,)` int64, the source's ids, or numbers from 0 if these ids are text.
         keys: the arrays of ids that are text, by name: "user_keys", "item_keys".
         columns: the names of further columns.
         num_users: users that have enough events.
-        eventless_items: how many of `item_ids` no event is on.
+        eventless_items: the number of items in `item_ids` without events.
         content: a hash of all arrays.
-        num_events: events that were given.
-        rare_events: those of users or on items with too few events.
-        dropped_users: users of the rest with fewer than `LEAST_USER_EVENTS` events.
+        num_events: events of the source.
+        rare_events: events of users or on items with too few events.
+        dropped_users: remaining users with fewer than `LEAST_USER_EVENTS` events.
         dropped_events: the events of those users.
     """
 
@@ -64,17 +64,17 @@ class Preprocessed:
 
 
 class _Ids:
-    """The different ids of users or of items, and how many events each has.
+    """The distinct ids of users or of items, and the number of events of each.
 
-    Ids that are text are numbered by their places in a file of the different keys of each block,
-    one block after the other, which is later replaced by a file of the ranks of these keys.
+    A text id is numbered by its position in a file that holds the distinct keys of each block,
+    block after block. `close` replaces this file by a file of the ranks of these keys.
 
     Args:
-        path: the path of these files.
+        path: the path of both files.
 
     Attributes:
-        values: `(n,)`, the ids, sorted; complete after `close`, as `counts` is.
-        counts: `(n,)` int64, the events of each.
+        values: `(n,)`, the sorted ids; complete after `close`.
+        counts: `(n,)` int64, the number of events of each id; complete after `close`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class _Ids:
         return self.values if self.values.dtype.kind == "S" else None
 
     def add(self, ids: NDArray[Any]) -> NDArray[np.int64]:
-        """Counts the ids of a block, and returns them, or numbers for them where they are text."""
+        """Counts the ids of a block; returns the ids, or the numbers of text ids."""
         different, places, counts = np.unique(ids, return_inverse=True, return_counts=True)
         self._pending.append((different, counts))
         self._num_pending += len(different)
@@ -108,7 +108,7 @@ class _Ids:
         return numbers
 
     def close(self) -> None:
-        """Merges what `add` was given, and finds the ranks of the keys."""
+        """Merges the ids of all blocks, and finds the ranks of the keys."""
         self._merge()
         if self.keys is None:
             return
@@ -120,10 +120,10 @@ class _Ids:
         ranks.replace(self._path)
 
     def ranks(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Returns the places in `values` of numbers that `add` returned, at least one."""
+        """Returns the positions in `values` of one or more numbers that `add` returned."""
         if self.keys is None:
             return np.searchsorted(self.values, numbers).astype(np.int32)
-        # Numbers that were returned one after the other are close to each other.
+        # Numbers that `add` returned in succession are close to each other.
         first = int(numbers.min())
         count = int(numbers.max()) + 1 - first
         return np.fromfile(self._path, np.int32, count, offset=4 * first)[numbers - first]
@@ -146,7 +146,7 @@ class _Ids:
 
 
 class _Store:
-    """Columns of events, in one file each, that grow at the end."""
+    """Append-only columns of events, in one file per column."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory, self._name = directory, name
@@ -161,7 +161,7 @@ class _Store:
         self.num_events += len(columns["users"])
 
     def read(self, start: int, stop: int) -> dict[str, NDArray[Any]]:
-        """Returns the events from `start` to before `stop`."""
+        """Returns the events `[start, stop)`."""
         return {
             name: np.fromfile(self._path(name), dtype, stop - start, offset=start * dtype.itemsize)
             for name, dtype in self._dtypes.items()
@@ -204,7 +204,7 @@ class _ArrayFile:
             yield np.fromfile(self.path, self.dtype, CHUNK_EVENTS, offset=place)
 
     def replace(self, values: NDArray[Any]) -> None:
-        """Puts `values[x]` in the place of every x."""
+        """Replaces every element x by `values[x]`."""
         with self.path.open("r+b") as file:
             file.seek(self._begin)
             for chunk in self.chunks():
@@ -225,18 +225,17 @@ def preprocess(
     Args:
         blocks: the events, all with the same columns and ticks.
         min_user_events: leaves out users with fewer events.
-        min_item_events: leaves out items with fewer events; both are counted before either is left
-            out.
+        min_item_events: leaves out items with fewer events. Events of users and of items are
+            counted before any are left out.
         directory: where arrays and temporary files go.
         progress: shows progress bars while sorting.
-        catalog: the source's ids of items that are kept without events, too; numbers.
-        quicksort: events of one user and time are in the order in which NumPy's quicksort of the
-            times of all events leaves them, not in that of the source. It takes 24 bytes of memory
-            for each event.
+        catalog: the source's ids, as numbers, of items that are kept even without events.
+        quicksort: orders events of one user and time as NumPy's quicksort of the times of all
+            events does, instead of as in the source. It takes 24 bytes of memory for each event.
 
     Returns:
-        What was written. Where no user has enough events, there are no arrays of events, and
-        `num_users` is 0.
+        The record of what was written. If no user has enough events, there are no arrays of
+        events, and `num_users` is 0.
     """
     users, items = _Ids(directory / "user-keys.bin"), _Ids(directory / "item-keys.bin")
     spool = _Store(directory, "spool")
@@ -323,7 +322,7 @@ def _sorting(store: _Store, what: str, progress: bool) -> tqdm[NoReturn]:
 
 
 def _places_by_quicksort(times: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the place of each event in the order of all times that NumPy's quicksort gives."""
+    """Returns the position of each event after NumPy's quicksort of all times."""
     order = np.argsort(times, kind="quicksort")
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order))
@@ -339,12 +338,13 @@ def _write_runs(
     places: NDArray[np.int64] | None,
     bar: tqdm[NoReturn],
 ) -> tuple[list[int], NDArray[np.int64]]:
-    """Sorts each chunk of the spool by user, without users and items that are rare.
+    """Sorts each chunk of the spool by user, and leaves out rare users and items.
 
-    The runs have the column "places" if there are places.
+    The runs have the column "places" if `places` is not None.
 
     Returns:
-        Where each run begins and the last one ends, and the events of each user in all runs.
+        The start of each run followed by the end of the last run, and the number of events of each
+        user in all runs.
     """
     bounds = [0]
     events_of_user = np.zeros(len(users.counts), np.int64)
@@ -373,7 +373,7 @@ def _merge_runs(
     directory: Path,
     bar: tqdm[NoReturn],
 ) -> dict[str, _ArrayFile]:
-    """Writes the events of all users that have enough, oldest first; marks their items as seen."""
+    """Writes the events of each user with enough events, oldest first; marks items as seen."""
     kept = events_of_user >= LEAST_USER_EVENTS
     cuts = [0]  # the first user of each range
     before = np.concatenate([[0], np.cumsum(events_of_user)])
@@ -384,7 +384,7 @@ def _merge_runs(
     places = [runs.places(start, stop, users) for start, stop in pairwise(bounds)]
     files: dict[str, _ArrayFile] = {}
     for number in range(len(cuts) - 1):
-        # The runs are in the order of the source, which equal times keep without places.
+        # The runs are in the order of the source. Without places, events of equal times keep it.
         slices = [runs.read(place[number], place[number + 1]) for place in places]
         columns = {name: np.concatenate([part[name] for part in slices]) for name in slices[0]}
         order = np.lexsort((columns.pop("places", columns["timestamps"]), columns["users"]))

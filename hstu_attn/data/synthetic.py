@@ -8,9 +8,9 @@ Its viewers behave like this, so that there is something to learn:
   and now and then to something new.
 * Viewing comes in sessions, days apart. A session has a genre, drawn from the taste or carried over
   from the last one, and wanders through the years of that genre, forward or backward at its own
-  pace, starting from about the favorite period. Each film is one of the session's genre from about
-  the year reached, the better known the likelier; or the sequel of the last; or just a popular one.
-  No film is seen twice.
+  pace, starting from about the favorite period. Each film is of the session's genre and from about
+  the year reached, more likely a well-known film; or the sequel of the last film; or a popular film
+  of any genre. No film is seen twice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ROMAN = ("", " II", " III", " IV")
 FIRST_YEAR, LAST_YEAR = 1930, 2000
 FIRST_TIMESTAMP = 956_700_000  # April 2000
 DAY, MINUTE = 86_400, 60
-FEWEST_EVENTS = 20  # each viewer has at least as many, as in MovieLens
+FEWEST_EVENTS = 20  # the minimum for each viewer, as in MovieLens
 
 POPULARITY_EXPONENT = 0.8
 SERIES_PROBABILITY = 0.04  # a new title begins a series
@@ -99,7 +99,7 @@ class _Catalog:
         return bisect(self._cumulative, generator.random() * self._cumulative[-1])
 
     def draw_near(self, genre: int, year: float, generator: random.Random) -> int:
-        """Draws a film of the genre from about the year, the better known of two."""
+        """Draws two films of the genre from about the year; returns the better-known one."""
         members = self._by_genre[genre]
         if not members:
             return self.draw(generator)
@@ -145,9 +145,9 @@ def write_synthetic_movielens(
     interrupted writer leaves no `ratings.dat`.
 
     Args:
-        directory: made if absent.
+        directory: created if absent.
         num_users: viewers.
-        num_items: films; not every one need be seen by someone.
+        num_items: films; some may be seen by no viewer.
         mean_events: films seen per viewer, on average; each sees at least 20.
         seed: the same arguments write the same files.
 
@@ -211,7 +211,7 @@ def _simulate(
 
 
 def write_whole(path: Path, write: Callable[[TextIO], None]) -> None:
-    """Writes a file under another name and renames it; it is packed where its name ends in .gz."""
+    """Writes a file under another name and renames it; a name that ends in .gz compresses it."""
     temporary = path.with_name(path.name + ".tmp")
     if path.suffix == ".gz":
         # Without a name and a time in its header, the same text makes the same file.
@@ -293,7 +293,7 @@ def _next_film(
     seen: set[int],
     generator: random.Random,
 ) -> int:
-    """Draws an unseen film, for one of the three reasons that the module's text gives."""
+    """Draws an unseen film, for one of the three reasons in the module's docstring."""
     sequel = None if last is None else catalog.films[last].sequel
     if sequel is not None and sequel not in seen and generator.random() < SEQUEL_PROBABILITY:
         return sequel

@@ -32,7 +32,7 @@ KUAIRAND_HEADER = (
     "tab"
 )
 PATIENCE_SPREAD = 0.7  # deviation of the logarithm of a video's length
-CLICK_MS, LONG_VIEW_MS = 7_000, 18_000  # played at least so long, or to the end
+CLICK_MS, LONG_VIEW_MS = 7_000, 18_000  # played at least this long, or to the end
 
 
 def write_synthetic_amazon(
@@ -47,12 +47,12 @@ def write_synthetic_amazon(
     """Writes `Synthetic.csv` into `directory`, whole or not at all.
 
     Args:
-        directory: made if absent.
-        year: the year of the layout. That of 2018 has no header, and all timestamps are at
-            midnight.
+        directory: created if absent.
+        year: the year of the layout. The layout of 2018 has no header, and all its timestamps are
+            at midnight.
         num_users: reviewers.
-        num_items: products; not every one need be reviewed.
-        mean_events: reviews per user, on average; each has at least 20.
+        num_items: products; some may have no review.
+        mean_events: reviews per user, on average; each user has at least 20.
         seed: the same arguments write the same file.
         compress: writes `Synthetic.csv.gz`.
 
@@ -88,7 +88,7 @@ def write_synthetic_amazon(
 
 
 def _different(prefix: str, length: int, count: int, generator: random.Random) -> list[str]:
-    """Makes ids that are all different."""
+    """Makes distinct ids."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[prefix + "".join(generator.choices(CAPITALS_AND_DIGITS, k=length))] = None
@@ -110,10 +110,10 @@ def write_synthetic_kuairand(
     liked better is played longer, and each user has a video length that suits them best.
 
     Args:
-        directory: made if absent.
+        directory: created if absent.
         num_users: users.
-        num_items: videos; not every one need be shown.
-        mean_events: videos shown to a user, on average; each is shown at least 20.
+        num_items: videos; some may never be shown.
+        mean_events: videos shown to a user, on average; each user is shown at least 20.
         seed: the same arguments write the same files.
         compress: writes `.csv.gz`.
 
@@ -153,7 +153,7 @@ def write_synthetic_kuairand(
 def _shown(
     user: int, item: int, liking: float, time_ms: int, duration_ms: int, generator: random.Random
 ) -> str:
-    """Returns the line of a video that was shown to a user who likes it by 0.5 to 5."""
+    """Returns the line of a video that was shown to a user, whose liking of it is 0.5 to 5."""
 
     def happens(probability: float) -> int:
         return int(generator.random() < probability)

@@ -1,4 +1,4 @@
-"""Writes a log of random events, as large as wanted, to measure how much can be read and trained.
+"""Writes a log of random events, of any size, to measure how much can be read and trained.
 
 In contrast to `hstu_attn.data.synthetic`, there is little to learn from: users have a lognormal
 number of events, and items are drawn by popularity alone, which falls off as a power of their rank.
@@ -19,7 +19,7 @@ ML_20M_SHAPE = {"num_users": 138_493, "num_items": 26_744, "num_events": 20_000_
 """The size of MovieLens 20M."""
 
 USERS_AT_ONCE = 4096
-FEWEST_EVENTS = 20  # each user has at least as many, as in MovieLens
+FEWEST_EVENTS = 20  # the minimum for each user, as in MovieLens
 SPREAD = 1.0  # deviation of the logarithm of a user's number of events
 POPULARITY_EXPONENT = 0.8
 LONGEST_PAUSE = 2 * 86_400  # seconds between a user's events
@@ -33,9 +33,9 @@ def write_synthetic_scale(
     """Writes `ratings.csv` in the layout of MovieLens 20M, whole or not at all.
 
     Args:
-        directory: made if absent.
+        directory: created if absent.
         num_users: users, each with at least 20 events.
-        num_items: items; not every one need occur.
+        num_items: items; some may not occur.
         num_events: events of all users.
         seed: the same arguments write the same file.
 

@@ -6,30 +6,31 @@ The forward is `hstu_unit` of layer_math.py:
     z = normed @ uvqk_weight.T + uvqk_bias            (total, columns of u, v, q and k)
     u, v, q, k = silu(z)                              of all columns, of u alone, or of none
     attention = hstu_attention(q, k, v)               (total, heads * hidden_dim)
-    y = dropout(norm(attention) * u)                  with what is concatenated to it
+    y = dropout(norm(attention) * u)                  with the other configured parts
     output = x + y @ output_weight.T + output_bias
 
-SiLU of u is computed by the kernels of the gate, and is never in memory.
+The kernels of the gate compute SiLU of u and do not store it.
 
-An element has c bytes, e = embedding_dim, h = heads * hidden_dim, z has w columns, s of those of v,
-q and k go through SiLU, and y has p parts. Of each row, the forward keeps for the backward, in
-bytes,
+Let c be the bytes of an element, e = embedding_dim, h = heads * hidden_dim, w the columns of z, s
+the columns of v, q and k that go through SiLU, and p the parts of y. For each row, the forward
+saves for the backward, in bytes:
 
-    x          c * e            which the layer before usually keeps, too
+    x          c * e            which the layer before usually saves, too
     z          c * w            unless `recompute_linear`
     attention  c * h
     normed     c * e            unless `recompute_norm`
     silu(z)    c * s            unless `recompute_silu`, or attention quantizes q, k and v
     y          c * p * h        unless `recompute_gate`
 
-and one seed for dropout. The norm and the gate are recomputed by kernels of the backward that read
-their inputs anyway, so they cost a write; SiLU takes a pass of its own, and z a norm and the larger
-product. No statistics of the norms are kept, because the backward reads whole rows. Weights are
-cast to the dtype of `x` where they are used, in both directions, and the casts are not kept.
+and one seed for dropout. To recompute the norm or the gate costs one write, because kernels of the
+backward read their inputs anyway. To recompute SiLU costs a pass over memory, and to recompute z
+costs a norm and the larger matrix product. Statistics of the norms are not saved, because the
+backward reads whole rows. The forward and the backward cast weights to the dtype of `x` where they
+use them, and do not save the casts.
 
-In FP8, what a product or attention reads is quantized by the kernel that computes it: by the norm,
-by the gate, and for q, k and v by the kernel that applies SiLU to them. Their SiLU is in 16 bits in
-the backward alone, so it is always recomputed.
+In FP8, the kernel that computes an input of a matrix product or of attention also quantizes it: the
+norm, the gate, and for q, k and v the kernel that applies SiLU. SiLU of q, k and v exists in 16
+bits only in the backward, so it is always recomputed.
 
 As in ops.py, eager calls go through one `torch.autograd.Function` that calls the functions below,
 and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.compile`,
@@ -66,7 +67,7 @@ __all__ = [
 def suits(x: Tensor) -> bool:
     """Returns whether rows like `x` go through the fused layer by default.
 
-    An exported program does not use it: that is compiled ahead of time for machines without Python,
+    Exported programs do not use it: they are compiled ahead of time for machines without Python,
     and these operators are written in Python.
     """
     return (
@@ -96,7 +97,7 @@ _Result = TypeVar("_Result")
 def _without_autocast(
     function: Callable[Concatenate[Tensor, _Rest], _Result],
 ) -> Callable[Concatenate[Tensor, _Rest], _Result]:
-    """Disables autocast: the computation is in the dtype of `x`, and autocast would mix others."""
+    """Disables autocast, which would mix other dtypes into a computation in the dtype of `x`."""
 
     @functools.wraps(function)
     def wrapped(tensor: Tensor, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
@@ -121,7 +122,7 @@ def _normalize(x: Tensor, weights: Weights, settings: Settings, functions: Steps
 def _split(
     z: Tensor, activated: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Splits `z` as `split_uvqk` does, with v, q and k of `activated`, if that is given."""
+    """Splits `z` as `split_uvqk` does; takes v, q and k from `activated` if it is given."""
     u, *vqk = split_uvqk(z, settings)
     if activated is not None:
         parts = activated.split(settings.split_sizes[1:], dim=1)
@@ -143,14 +144,14 @@ def _linear(
 def _linear_backward(
     gradient: Tensor, weight: Tensor, settings: Settings, functions: Steps
 ) -> Tensor:
-    """Returns the gradient of what a linear reads."""
+    """Returns the gradient of a linear's input."""
     if not settings.fp8_linears:
         return gradient @ weight.to(gradient.dtype)
     return input_product(gradient, weight, functions.quantize_rows)
 
 
 class FusedSteps:
-    """The steps of one forward by the functions of `Steps`.
+    """Computes the steps of one forward with the functions of `Steps`.
 
     Args:
         x: the rows, whose device, dtype and width choose the implementation.
@@ -159,7 +160,7 @@ class FusedSteps:
         settings: the settings of the call.
 
     Attributes:
-        kept: what the backward reads, by the names in `settings.kept`.
+        kept: the saved tensors for the backward, by the names in `settings.kept`.
     """
 
     def __init__(
@@ -214,9 +215,9 @@ class FusedSteps:
     def add_output(self, x: Tensor, y: Tensor | Factor) -> Tensor:
         """Computes `x + linear(y)` with one addition in the epilogue of the product.
 
-        Without a bias that is the addition of `x`. With one, cuBLASLt adds it at no cost and `x` is
-        added in place afterwards: the same traffic as that of `addmm`, which copies its matrix
-        first. A product of e4m3 adds no matrix.
+        Without a bias, the epilogue adds `x`. With a bias, the epilogue adds the bias at no cost,
+        and `x` is added in place afterwards; `addmm`, which copies `x` first, would need as much
+        memory traffic. An e4m3 product does not add a matrix.
         """
         if not isinstance(y, Tensor):
             result = self._linear(y, self.weights.output_weight, self.weights.output_bias)
@@ -252,7 +253,7 @@ def _forward(
 
 
 def _fuses_silu(call: AttentionCall, settings: Settings) -> bool:
-    """Returns whether attention applies SiLU to q, k and v, where it quantizes them."""
+    """Returns whether attention applies SiLU to q, k and v when it quantizes them."""
     return call.quant_mode >= 0 and settings.linear_activation == "silu"
 
 
@@ -277,7 +278,7 @@ def infer(
         x: `(total, embedding_dim)`, of one of the dtypes of attention.
         weights, settings: see their classes; `has_backward` is False.
         seed: the seed of dropout, int64 `(1,)`; None is no dropout.
-        attend: attention.
+        attend: the attention function.
 
     Returns:
         `(total, embedding_dim)` in the dtype of `x`.
@@ -308,9 +309,9 @@ def _backward(
     settings: Settings,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Returns the gradients of `x` and of the requested `weights`; None for the others.
+    """Returns the gradients of `x` and of the requested `weights`; None for other weights.
 
-    A frozen weight saves the product that computes its gradient.
+    The matrix product for the gradient of a frozen weight is skipped.
     """
     functions = _functions(x, settings)
     wants = dict(zip(Weights._fields, wanted, strict=True))
@@ -455,7 +456,7 @@ def _kept_from(tensors: Sequence[Tensor], settings: Settings) -> Kept:
     "hstu_attn::hstu_layer_forward", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]"
 )
 def _forward_operator(*arguments: Any) -> list[Tensor]:
-    """Implements the forward operator: the result, and the tensors that the backward needs."""
+    """Implements the forward operator: returns the result and the saved tensors."""
     x, weights, call, seed, settings = _unpack(arguments)
     with torch.no_grad():
         out, kept = _forward_of_call(x, weights, call, seed, settings)
@@ -470,7 +471,7 @@ def _forward_operator(*arguments: Any) -> list[Tensor]:
 def _backward_operator(
     dout: Tensor, kept: list[Tensor], wanted: list[bool], *arguments: Any
 ) -> list[Tensor]:
-    """Returns the gradients of `x` and of the weights; an unwanted one is empty."""
+    """Returns the gradients of `x` and of the weights; an unwanted gradient is an empty tensor."""
     x, weights, call, seed, settings = _unpack(arguments)
     with torch.no_grad():
         gradients = _backward(
@@ -515,7 +516,7 @@ def _save_for_operator(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 
 def _operator_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
-    # NOTE: each access unpacks all of them, which activation checkpointing allows once.
+    # NOTE: each access to `saved_tensors` unpacks all; activation checkpointing allows one.
     saved, count = ctx.saved_tensors, len(ctx.tensor_slots)
     arguments = list(ctx.inputs)
     for slot, tensor in zip(ctx.tensor_slots, saved[:count], strict=True):
@@ -556,7 +557,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        # NOTE: each access unpacks all of them, which activation checkpointing allows once.
+        # NOTE: each access to `saved_tensors` unpacks all; activation checkpointing allows one.
         seed, x, *saved = ctx.saved_tensors
         weights, kept = Weights(*saved[:_NUM_WEIGHTS]), saved[_NUM_WEIGHTS:]
         wanted = ctx.needs_input_grad[4:]
@@ -571,7 +572,7 @@ class _Layer(torch.autograd.Function):
                 ctx.settings,
                 wanted,
             )
-        # NOTE: torch's once_differentiable would lose the paths to x and the weights.
+        # NOTE: torch's once_differentiable would lose the autograd edges to x and the weights.
         if torch.is_grad_enabled():
             gradients = ops.only_once((dout, x, *weights), gradients)
         return (None, None, None, *gradients)

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 __all__ = ["MAX_WIDTH", "PHILOX_ROUNDS", "GateOptions", "dropout_threshold"]
 
-# A program of the Triton kernels holds a whole row that is normalized in its registers.
+# A program of a Triton kernel with a norm holds all columns of the norm in registers.
 MAX_WIDTH = 8192
 # Rounds of Philox for dropout's random numbers: the fewest with which they pass BigCrush (Salmon et
-# al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). With ten the gate would be bound by
-# their arithmetic.
+# al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). With ten rounds the gate would be bound
+# by the arithmetic of Philox.
 PHILOX_ROUNDS = 7
 
 
@@ -18,14 +18,14 @@ class GateOptions(NamedTuple):
     """The options of the gate of attention's output.
 
     Attributes:
-        groups: 1 normalizes all columns of a row together; more normalizes that many groups of
-            neighboring columns separately, with one weight and one bias for a group.
+        groups: 1 normalizes all columns of a row together; n > 1 normalizes n groups of
+            neighboring columns separately, with one weight and one bias per group.
         eps: added to the variance.
-        parts: what the result holds side by side: "u"; "x", the attention output; "normed", the
-            same normalized; and last, always, "gated", the product of "normed" and "u".
+        parts: the concatenated parts of the result: "u"; "x", the attention output; "normed", the
+            normalized attention output; and always last, "gated", the product of "normed" and "u".
         dropout: ratio of the result's elements that are dropped.
-        centered: False leaves the mean in, so that the norm is RMSNorm.
-        activates_u: whether "u" is SiLU of the given u, which is then not in memory.
+        centered: False does not subtract the mean: the norm is RMSNorm.
+        activates_u: whether the gate applies SiLU to its argument u; "u" is then the result.
     """
 
     groups: int
@@ -39,7 +39,7 @@ class GateOptions(NamedTuple):
 def dropout_threshold(ratio: float) -> int:
     """Returns the threshold: an element is dropped if its 16 random bits are below it.
 
-    The ratio in force is therefore a multiple of `2**-16`, at most `2**-17` away from the one that
-    was asked for; what is kept is scaled by what is in force.
+    The effective ratio is therefore a multiple of `2**-16`, at most `2**-17` away from the
+    requested ratio; kept elements are scaled according to the effective ratio.
     """
     return min(round(ratio * 2**16), 2**16 - 1)

@@ -1,4 +1,4 @@
-"""The settings of a call of the fused layer, and what its forward keeps for its backward."""
+"""The settings of a call of the fused layer, and the tensors that its forward saves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class Settings(NamedTuple):
 
     Attributes:
         num_heads, hidden_dim, attention_dim, linear_activation, norm_eps: as in `HSTULayerConfig`.
-        input_centered, output_centered: whether a norm is a layer norm; else it is RMSNorm.
-        groups: the groups of columns in which attention's output is normalized: 1 or `num_heads`.
+        input_centered, output_centered: whether the norm is LayerNorm; else it is RMSNorm.
+        groups: into how many groups of columns the norm of attention's output divides a row: 1 or
+            `num_heads`.
         parts: the parts of y: see `GateOptions`.
         dropout: the dropout ratio of y.
         fp8_linears: as `FP8.linears`.
         recompute_norm, recompute_linear, recompute_silu, recompute_gate: as in `HSTULayerConfig`.
-        has_backward: whether anything is kept for a backward.
+        has_backward: whether the forward saves tensors for a backward.
     """
 
     num_heads: int
@@ -69,7 +70,7 @@ class Settings(NamedTuple):
 
     @property
     def kept(self) -> list[str]:
-        """The fields of `Kept` that the forward leaves to the backward, in order."""
+        """The fields of `Kept` that the forward saves for the backward, in order."""
         is_kept = {
             "attention": True,
             "z": not self.recompute_linear,
@@ -81,9 +82,9 @@ class Settings(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The contiguous tensors that the forward keeps for the backward; operator.py says which.
+    """The contiguous tensors that the forward saves for the backward; operator.py lists them.
 
-    `activated` is `silu(z)` of v, q and k.
+    `activated` is `silu(z)` of the columns of v, q and k.
     """
 
     attention: Tensor

@@ -1,9 +1,9 @@
-"""The steps of a layer between its matrix products, and which implementation serves a tensor.
+"""The steps of a layer between its matrix products, and the choice of their implementation.
 
-An implementation is a module with the functions of `Steps`; torch_steps.py says what each
-computes. Rows are the packed rows of a batch. Matrices are `(total, columns)` with contiguous
-columns; where a function says so, they may be slices of columns of a wider matrix. Parameters are
-of any floating dtype and take part as they are: a master weight in fp32 is not rounded first. Means
+An implementation is a module with the functions of `Steps`; torch_steps.py documents each. Rows
+are the packed tokens of a batch. Matrices are `(total, columns)` with contiguous columns; where a
+function says so, a matrix may be a slice of columns of a wider matrix. Parameters have any
+floating dtype and are not rounded to that of the rows: an fp32 master weight is used in fp32. Means
 and sums are in fp32 for 16-bit rows, else in the dtype of the rows.
 """
 

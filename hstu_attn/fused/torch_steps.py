@@ -35,7 +35,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def _normalized(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
-    """Returns rows of mean 0 and variance 1, and the factor of each, in the dtype of the sums.
+    """Returns rows of mean 0 and variance 1, and each row's factor, in the dtype of the sums.
 
     Without `centered` the rows keep their mean and have a mean square of 1.
     """
@@ -80,7 +80,7 @@ def quantized_layer_norm(
     centered: bool,
     keep: bool,
 ) -> tuple[Tensor | None, Factor]:
-    """Returns `layer_norm` if `keep`, else None, and its result quantized by rows."""
+    """Returns the result of `layer_norm` (None unless `keep`), and its quantized rows."""
     normed = layer_norm(x, weight, bias, eps, centered)
     return normed if keep else None, quantize_rows(normed)
 
@@ -99,7 +99,7 @@ def layer_norm_backward(
     """Returns the gradients of `layer_norm`, and optionally its result and sums of `residual`.
 
     The gradient of `x` includes `residual` `(total, width)`. With `again`, the result of the
-    forward is returned, else None. The gradients of `weight` and `bias` are None where these are.
+    forward is returned, else None. The gradient of a `weight` or `bias` that is None is None.
     With `residual_sums`, the sums of the columns of `residual` are returned, else None.
     """
     unit, factor = _normalized(x, eps, centered)
@@ -149,12 +149,12 @@ _MASK32 = 2**32 - 1
 def _philox(seed: Tensor, counters: list[Tensor]) -> list[Tensor]:
     """Computes Philox4x32 (Salmon et al. 2011).
 
-    It makes four words of 32 bits, held in int64, of each four counters.
+    Each group of four counters gives four words of 32 bits, held in int64.
     """
     c0, c1, c2, c3 = counters
     key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
     for _ in range(PHILOX_ROUNDS):
-        # NOTE: a product of 64 bits wraps into the sign of int64, and the mask takes it off again.
+        # NOTE: a 64-bit product may wrap to a negative int64; the mask clears the sign bits.
         product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = (
             ((product2 >> 32) & _MASK32) ^ c1 ^ key0,
@@ -168,10 +168,10 @@ def _philox(seed: Tensor, counters: list[Tensor]) -> list[Tensor]:
 def kept_elements(
     seed: Tensor, rows: int, parts: int, groups: int, width: int, threshold: int
 ) -> Tensor:
-    """Returns what dropout keeps, bool `(rows, parts, groups, width)`, by `seed` `(1,)` int64.
+    """Returns which elements dropout keeps, bool `(rows, parts, groups, width)`.
 
-    Column `8 * n + i` of a group has bits `16 * (i % 2)` on of word `i // 2` of Philox at the
-    counters `(n, row, part * groups + group, 0)`.
+    `seed` is int64 `(1,)`. Column `8 * n + i` of a group uses the 16 bits from bit `16 * (i % 2)`
+    of word `i // 2` of Philox at the counters `(n, row, part * groups + group, 0)`.
     """
     device = seed.device
     block, row, unit = torch.meshgrid(
@@ -243,9 +243,10 @@ def gate(
 
     Args:
         attention: `(total, columns)`, contiguous.
-        u: the same shape; may be a slice of columns.
-        weight, bias: those of the norm, `(columns,)`, or `(groups,)` if there are several groups.
-        seed: int64 `(1,)`, which alone decides what dropout keeps; None is no dropout.
+        u: `(total, columns)`; may be a slice of columns.
+        weight, bias: parameters of the norm: `(columns,)`, or `(groups,)` with several groups.
+        seed: int64 `(1,)`, which alone determines the elements that dropout keeps; None is no
+            dropout.
     """
     groups = options.groups
     attention, u = _grouped(attention, groups), _grouped(u, groups)
@@ -265,7 +266,7 @@ def quantized_gate(
     options: GateOptions,
     keep: bool,
 ) -> tuple[Tensor | None, Factor]:
-    """Returns `gate` if `keep`, else None, and its result quantized by rows."""
+    """Returns the result of `gate` (None unless `keep`), and its quantized rows."""
     y = gate(attention, u, weight, bias, seed, options)
     return y if keep else None, quantize_rows(y)
 
@@ -283,9 +284,9 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Returns the gradients of `gate`, and optionally its result.
 
-    These are the gradient of `attention`; with `again` the result of the forward, else None; and
-    the gradients of `weight` and `bias`, None where these are. The gradient of `u` is written to
-    `du`, which may be a slice of columns.
+    The four results are the gradient of `attention`; the result of the forward with `again`, else
+    None; and the gradients of `weight` and `bias`, None for a parameter that is None. The gradient
+    of `u` is written to `du`, which may be a slice of columns.
     """
     groups = options.groups
     attention, u = _grouped(attention, groups), _grouped(u, groups)

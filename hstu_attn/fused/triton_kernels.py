@@ -1,13 +1,13 @@
 """The kernels of triton_steps.py; torch_steps.py has the formulas.
 
-Each reads and writes its tensors once. Kernels whose result is rows alone have a program for each
-tile of `ROWS` rows. Those that also sum over rows have a few programs, each of which visits tiles
-at a stride of the number of programs, with the loads of the next ones on their way, and keeps its
-sums in registers; the last step over the programs is torch's, in an order that never changes.
-`COLS` is a power of two that holds `WIDTH` columns, and all arithmetic is in fp32.
+Each kernel reads and writes its tensors once. A kernel that only writes rows has a program for each
+tile of `ROWS` rows. A kernel that also sums over rows has a few programs: each visits tiles at a
+stride of the number of programs, prefetches the next tiles, and keeps its sums in registers; torch
+then sums over the programs in a fixed order. `COLS` is a power of two that holds `WIDTH` columns,
+and all arithmetic is in fp32.
 
-NOTE: a row's number is widened before it is multiplied by a stride: a batch can have more than 2^31
-elements.
+NOTE: a row index is widened before it is multiplied by a stride, because a batch can have more than
+2^31 elements.
 """
 
 # Types in a kernel are Triton's.
@@ -64,7 +64,7 @@ def _parameter(pointer, group, column, WIDTH: tl.constexpr, PER_GROUP: tl.conste
 
 @triton.jit
 def _normalized(x, column, eps, CENTERED: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns the normalized rows, and the factor of each.
+    """Returns the normalized rows, and the factor of each row.
 
     With `CENTERED` rows have mean 0 and variance 1, otherwise they keep their mean and have a mean
     square of 1. Columns outside the row are zero, as in `x`.
@@ -98,13 +98,13 @@ def _store_sums(pointer, place, column, WIDTH: tl.constexpr, value):
 
 @triton.jit
 def _rounded(value, like):
-    """Returns what a tensor with the dtype of `like` would hold, in fp32."""
+    """Rounds to the dtype of `like`, and returns the result in fp32."""
     return value.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _magnitude(x):
-    """Returns the magnitudes of finite elements, and 0 for others."""
+    """Returns the magnitudes of finite elements, and 0 for NaN and infinity."""
     magnitude = tl.abs(x)
     return tl.where(magnitude < float("inf"), magnitude, 0.0)
 
@@ -126,7 +126,7 @@ def _to_codes(x, factor):
 
 @triton.jit
 def _factor(descale):
-    """Returns what rows are multiplied by to become codes."""
+    """Returns the factors by which rows are multiplied before they are rounded to codes."""
     return tl.div_rn(tl.zeros_like(descale) + 1.0, descale)[:, None]
 
 
@@ -141,7 +141,7 @@ def quantize_rows(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Computes the descales and codes of rows; those of more than `COLS` columns are read twice."""
+    """Computes the descales and codes of rows; reads rows of more than `COLS` columns twice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = (row < rows)[:, None]
     column = tl.arange(0, COLS)
@@ -336,8 +336,8 @@ def activation_backward(
 def _dropout(value, seed, row, unit, THRESHOLD: tl.constexpr):
     """Returns `value` `(ROWS, COLS)` after dropout; `unit` is the part and group of its columns.
 
-    A call of Philox gives the bits of eight columns that follow one another, which is also what a
-    thread holds of a row: see `kept_elements` in torch_steps.py.
+    A call of Philox gives the bits of eight consecutive columns, and a thread holds eight
+    consecutive columns of a row: see `kept_elements` in torch_steps.py.
     """
     if THRESHOLD == 0:
         return value
@@ -401,9 +401,10 @@ def gate(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Stores the gate, its codes and descales, or both. Program `(n, m)` has group `m`.
+    """Stores the gate, its codes and descales, or both. Program `(n, m)` computes group `m`.
 
-    Absent parts are -1. Codes need one group: their scale is that of all parts of a row.
+    `U_PART`, `X_PART` and `NORMED_PART` are -1 if absent. Codes need a single group, because all
+    parts of a row share one scale.
     """
     group = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

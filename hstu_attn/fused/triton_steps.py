@@ -40,9 +40,9 @@ class Form(NamedTuple):
     Attributes:
         elements: the elements of a tile.
         warps: the warps of a program.
-        programs: the programs for each streaming multiprocessor, of a kernel that sums over rows.
-        stages: tiles that such a program works on at once: one, and the loads of the others.
-        rows_read: tensors that it reads, of as many elements as a tile.
+        programs: programs per streaming multiprocessor, for a kernel that sums over rows.
+        stages: pipeline stages of such a program: it computes one tile while it loads the others.
+        rows_read: the number of tensors of which such a program reads a tile.
     """
 
     elements: int
@@ -60,10 +60,10 @@ GATE = Form(2048, 4)
 LAYER_NORM_BACKWARD = Form(1024, 1, programs=8, stages=3, rows_read=3)
 ACTIVATION_BACKWARD = Form(1024, 4, programs=12, stages=3, rows_read=2)
 GATE_BACKWARD = Form(1024, 2, programs=8, stages=3, rows_read=3)
-GATE_BACKWARD_AGAIN = GATE_BACKWARD._replace(programs=4)  # it writes the gate's result, too
+GATE_BACKWARD_AGAIN = GATE_BACKWARD._replace(programs=4)  # also writes the gate's result
 
 MAX_WARPS = 16
-# The elementwise kernels cut wider rows into such pieces.
+# Elementwise kernels split wider rows into pieces of this many columns.
 MAX_COLS = 1024
 # Shared memory for the loads of a program (bytes); every GPU since Ampere has at least this much.
 MAX_STAGED_BYTES = 96 * 1024
@@ -80,7 +80,7 @@ def _tile(width: int, form: Form, most_columns: int = MAX_WIDTH) -> dict[str, in
 def _summing_tile(
     x: Tensor, width: int, form: Form, most_columns: int = MAX_WIDTH, parts: int = 1
 ) -> dict[str, int]:
-    """Returns `_tile` with its stages; `parts` tensors are read where the form counts one."""
+    """Returns `_tile` and its stages; the kernel reads `parts - 1` tensors more than `form` has."""
     tile = _tile(width, form, most_columns)
     rows_read = form.rows_read + parts - 1
     stage = rows_read * tile["ROWS"] * tile["COLS"] * x.element_size()
@@ -278,7 +278,7 @@ def quantized_gate(
     options: GateOptions,
     keep: bool,
 ) -> tuple[Tensor | None, Factor]:
-    if options.groups > 1:  # a program has not all columns of a row, which share a scale
+    if options.groups > 1:  # no program holds a whole row, whose columns share a scale
         y = gate(attention, u, weight, bias, seed, options)
         return y if keep else None, quantize_rows(y)
     kept = _empty_gate(attention, options) if keep else None

@@ -12,7 +12,7 @@ __all__ = ["Jobs"]
 
 
 class Jobs:
-    """Functions that wait for a thread to call them, first in first out."""
+    """A first-in, first-out queue of functions that one thread calls."""
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[Callable[[], object], Future[None] | None]] = deque()
@@ -21,17 +21,17 @@ class Jobs:
         return len(self._jobs)
 
     def add(self, job: Callable[[], object]) -> Future[None]:
-        """Adds a job, and returns what ends with it, by its exception if it raises one."""
+        """Adds a job; the returned future completes with the job or has the job's exception."""
         done: Future[None] = Future()
         self._jobs.append((job, done))
         return done
 
     def add_alone(self, job: Callable[[], object]) -> None:
-        """Adds a job that nobody waits for; if it raises an exception, that is logged."""
+        """Adds a job that nobody waits for; an exception of the job is logged."""
         self._jobs.append((job, None))
 
     def run(self, before: Callable[[], None]) -> None:
-        """Calls all jobs, and `before` ahead of each."""
+        """Calls all jobs, and `before` before each job."""
         while self._jobs:
             before()
             job, done = self._jobs.popleft()

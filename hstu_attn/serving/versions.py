@@ -1,4 +1,4 @@
-"""The check that a new model passes before it takes over from the one that is served."""
+"""The check that a new model must pass before it replaces the served model."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["ModelCheckError", "Probe", "check_successor", "short_turns", "with_p
 
 _CANDIDATES = 64  # number of candidates of the default probe
 _PERIOD = 3600  # time between two events of the default probe
-_PACE = 4  # A pause is so many times as long as the job before it.
-_TURN = 2e-4  # seconds that a thread keeps the interpreter, while a model is checked
-_TURNS = threading.Lock()  # is held while the interval, which all threads share, is changed
+_PACE = 4  # A pause is this many times as long as the job before it.
+_TURN = 2e-4  # seconds: the GIL's switch interval while a model is checked
+_TURNS = threading.Lock()  # is held while the process-wide switch interval is changed
 
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Lets the process's threads take turns of `_TURN` seconds.
+    """Lowers the GIL's switch interval to `_TURN` seconds.
 
-    Checking a model is mostly Python. A thread that serves gives the interpreter away in
-    each of its calls of torch and gets it back a turn later: after 5 ms by Python's default, which
-    is longer than a batch takes.
+    Checking a model is mostly Python. A serving thread releases the GIL in each call of torch and
+    gets it back one switch interval later: after 5 ms by Python's default, which is longer than a
+    batch takes.
     """
     with _TURNS:
         before = sys.getswitchinterval()
@@ -50,7 +50,7 @@ def short_turns() -> Iterator[None]:
 def with_pauses(
     jobs: Iterable[Callable[[], object]], run: Callable[[Callable[[], object]], None]
 ) -> None:
-    """Runs jobs one after another, and leaves batches most of the time between them."""
+    """Runs jobs one after another, with long pauses between them in which batches can run."""
     for job in jobs:
         started = time.monotonic()
         run(job)
@@ -58,22 +58,22 @@ def with_pauses(
 
 
 class ModelCheckError(ValueError):
-    """A model cannot take over: it does not fit, or its scores are not what they should be."""
+    """A new model cannot replace the served one: it does not fit, or its scores are wrong."""
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A request, and what a new model is to answer.
+    """A request, and the scores that a new model should return.
 
     Args:
         events: `(n, 3)` integers, or `Event`s, oldest first; at least one.
         candidates: `(m,)` items; at least one.
-        at: the time at which the model is asked; None is that of the last event.
-        expected: `(m,)` scores, or `(m, n)` of a model with `n` for each candidate, as the model
-            gave them in training, for example; None is any that are finite.
-        tolerance: how far a score may be from the expected one `e`, as a fraction of `1 + |e|`.
-        user: who asks; matters where the model knows its users.
-        context: as of `Engine.submit_score`.
+        at: the time of the request; None is the time of the last event.
+        expected: `(m,)` scores, or `(m, n)` of a model with `n` scores for each candidate, for
+            example from training; None accepts all finite scores.
+        tolerance: the largest difference from an expected score `e`, as a fraction of `1 + |e|`.
+        user: the user of the request; matters if the model uses user identities.
+        context: as in `Engine.submit_score`.
     """
 
     events: Sequence[tuple[int, ...]] | np.ndarray
@@ -85,8 +85,8 @@ class Probe:
     context: int | None = None
 
 
-# NOTE: with gradients, two threads that use a model's parameters can wait for one another forever:
-# torch then takes a lock of the parameter before the interpreter's, and elsewhere the other first.
+# NOTE: with gradients, two threads that use a model's parameters can deadlock: torch then takes a
+# lock of the parameter before the GIL, and elsewhere the GIL before a lock of the parameter.
 @torch.no_grad()
 def check_successor(
     model: ServedModel | UncachedModel,
@@ -95,17 +95,17 @@ def check_successor(
     store: EventStore,
     probe: Probe | None,
 ) -> None:
-    """Checks whether a model can take over, in a cache of its own for one history.
+    """Checks whether a model can replace the served one; the probe runs in a cache of its own.
 
     Args:
-        model: the new one.
-        served: what it takes over from.
-        cache: what it is to be served from; is only looked at.
+        model: the new model.
+        served: the model to replace.
+        cache: the KV cache from which the new model would be served; it is not modified.
         store: the users' events.
         probe: None is a history of `store.max_events` events on items of the whole catalog.
 
     Raises:
-        ModelCheckError: if it cannot.
+        ModelCheckError: if the new model cannot replace the served one.
     """
     for name in ("num_items", "num_actions", "candidates_are_rows"):
         expected, got = getattr(served, name), getattr(model, name)
@@ -128,7 +128,7 @@ def check_successor(
 
 
 def _weights(model: ServedModel | UncachedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yields the floating tensors of a model, which may be a module or have some."""
+    """Yields the named floating-point tensors of a model and of the modules that it holds."""
     parts = {"model": model} if isinstance(model, nn.Module) else {**vars(model)}
     for name, part in {"stack": getattr(model, "stack", None), **parts}.items():
         if isinstance(part, nn.Module):
@@ -163,7 +163,7 @@ def _check_scores(
         )
     kinds = [(np.array(probe.candidates, np.int64), 0)]
     if isinstance(model, CatalogModel):
-        kinds.append((np.empty(0, np.int64), 1))  # the best item: NaN is taken for the best
+        kinds.append((np.empty(0, np.int64), 1))  # the best item: a NaN score would rank first
     cache = None
     if like is not None:
         layers, _, _, page_size, heads, head_dim = like.kv_cache.shape
@@ -206,7 +206,7 @@ def _check_scores(
         )
     excess = (scores - expected).abs() - probe.tolerance * (1 + expected.abs())
     worst = int(excess.argmax())
-    if not excess.flatten()[worst] <= 0:  # nothing is near NaN
+    if not excess.flatten()[worst] <= 0:  # also refuses NaN
         raise ModelCheckError(
             f"model: expected the probe's scores within {probe.tolerance} * (1 + |score|), got "
             f"{scores.flatten()[worst]:.6g} for {expected.flatten()[worst]:.6g} of candidate "
