@@ -4,7 +4,7 @@
     python -m benchmarks.ranking --data ml-100k/u.data --seeds 3 --json ranking-ml-100k.json
     python -m benchmarks.ranking --data ml-1m/ratings.dat -- --held-out-share 0.1
 
-By default the example runs as in `make ranking`: on synthetic data and the CPU, but with a
+The example runs by default as in `make ranking`: on synthetic data and the CPU, but with a
 temporary output folder; `--data` and the options after `--` change this. There is one record for
 each row of its table: means and standard deviations over the seeds.
 """

@@ -1,8 +1,8 @@
 """Public functions as leaves of `torch.fx.symbolic_trace`.
 
 A symbolic trace runs a model's Python code on proxies, whose shapes and dtypes cannot be checked.
-So a public function that gets a proxy records its own call as one `call_function` node with keyword
-arguments, and returns the proxy of the result:
+A public function therefore records its call, if an argument is a proxy, as one `call_function` node
+with keyword arguments, and returns the proxy of the result:
 
     if isinstance(q, Proxy):
         return record_call(hstu_attention, (q,), **locals())

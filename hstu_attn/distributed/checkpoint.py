@@ -126,7 +126,7 @@ class Checkpoints:
                 storage_writer=FileSystemWriter(temporary, sync_files=True),
                 process_group=self.group,
             )
-        # By now every rank has told the first rank that it has written its part.
+        # The first rank now knows that every rank has written its part.
         if self.rank == 0:
             self._publish(temporary, final)
         self._barrier()

@@ -143,7 +143,7 @@ def pack(
 
     row_times = key_times = np.empty(0, np.int64)
     if reads_times:
-        # An event's row is asked at the time of the next event; the last one, and targets, at `at`.
+        # An event's row predicts at the time of the next event; the last one and targets at `at`.
         after = np.repeat([plan.at for plan in plans], targets + 1)
         ends = np.cumsum(targets + 1).tolist()
         rows_of, keys_of = [], []
