@@ -95,7 +95,7 @@ bool is_faster_by_sm80(const CudaLaunch& launch, const ForwardParams& params) {
 // is_faster_by_sm80() for the backward.
 bool is_faster_by_sm80(const CudaLaunch& launch, const BackwardParams& params) {
 #if defined(HSTU_ATTN_SM80)
-  return !launch.device.is_forced && sm80::gains_by_short_backward(params, launch);
+  return !launch.device.is_forced && sm80::blocks_of_sequence(params, launch) > 0;
 #else
   return false;
 #endif

@@ -64,7 +64,11 @@ void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, di
         name);
     prepared |= bit;
   }
-  const LaunchConfig config = {blocks, Kernel::kThreads, kSmemBytes, true, cluster_size<Kernel>()};
+  dim3 cluster = cluster_size<Kernel>();
+  if constexpr (requires { Kernel::kIsClusterOfSequence; }) {
+    if (Kernel::kIsClusterOfSequence) cluster.z = blocks.z;
+  }
+  const LaunchConfig config = {blocks, Kernel::kThreads, kSmemBytes, true, cluster};
   launch_kernel(kernel, config, launch, name, arguments...);
 }
 

@@ -22,7 +22,7 @@ struct LaunchConfig {
   // previous kernel writes. Earlier kernels have ended by then, unless the previous kernel itself
   // started early.
   bool starts_early = false;
-  int cluster_size = 1;
+  dim3 cluster = 1;
 };
 
 template <typename... Parameters>
@@ -38,10 +38,10 @@ void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& config,
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
   }
-  if (config.cluster_size > 1) {
+  if (config.cluster.x * config.cluster.z > 1) {
     cudaLaunchAttribute& cluster = attributes[count++];
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(config.cluster_size), 1, 1};
+    cluster.val.clusterDim = {config.cluster.x, 1, config.cluster.z};
   }
   cudaLaunchConfig_t to = {};
   to.gridDim = config.blocks;

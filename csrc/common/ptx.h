@@ -373,6 +373,63 @@ HSTU_DEVICE float4 ld_shared_cluster_v4(uint32_t address) {
   return value;
 }
 
+// --- blocks of a cluster, which need compute capability 9.0
+
+HSTU_DEVICE void cluster_arrive() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+HSTU_DEVICE void cluster_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Initializes an mbarrier for `count` arrivals from any block of the cluster. Other blocks may use
+// it after a barrier of the cluster.
+HSTU_DEVICE void mbarrier_init(uint64_t* barrier, int count) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
+               : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// Stores `value` at the address of `word` in block `rank` of the cluster, and then arrives at that
+// block's `barrier`. The block sees there what this block has written before, also in device
+// memory.
+HSTU_DEVICE void st_and_arrive(int rank, int* word, int value, uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .b32 word, barrier;\n"
+      "mapa.shared::cluster.u32 word, %0, %3;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      "st.shared::cluster.b32 [word], %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier];}" ::"r"(
+          shared_address(word)),
+      "r"(value), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+#endif
+}
+
+// Waits for the first phase of an mbarrier at which blocks of the cluster arrive.
+HSTU_DEVICE void mbarrier_wait_cluster(uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  int is_complete = 0;
+  while (!is_complete) {
+    asm volatile(
+        "{.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+        "selp.s32 %0, 1, 0, p;}"
+        : "=r"(is_complete)
+        : "r"(shared_address(barrier))
+        : "memory");
+  }
+#endif
+}
+
 // --- barriers and the order of kernels
 
 // Waits at a named barrier, and returns whether `value` is true in any of its threads.

@@ -157,6 +157,7 @@ class WorkQueue {
 
   // True if there is a work tile: number index_in_tile() of tile().
   __device__ bool has_work() const { return index_in_tile() >= 0; }
+  static constexpr bool is_shared() { return false; }
   __device__ const SequenceTile& tile() const { return smem_.entry.tile; }
   __device__ int index_in_tile() const { return smem_.entry.index_in_tile; }
 
@@ -204,7 +205,10 @@ class WorkQueue {
 // A queue with the methods of WorkQueue that needs no list, for short sequences. Block (b, head, z)
 // takes every gridDim.z-th tile of kSize rows (or keys) of sequence b, most often one. Blocks with
 // the last tiles, which have most keys under a causal mask, come first.
-template <int kSize, bool kByKeys>
+//
+// With kIsCluster, the blocks (b, head, :) are a cluster, and each takes the tile of keys of its
+// rank. If the sequence has more tiles than that, the first block takes all of them in order.
+template <int kSize, bool kByKeys, bool kIsCluster = false>
 class SequenceQueue {
  public:
   struct SharedMemory {
@@ -215,14 +219,21 @@ class SequenceQueue {
   __device__ SequenceQueue(SharedMemory& smem, const BatchParams& batch) : smem_(smem) {
     if (threadIdx.x == 0) {
       const int b = static_cast<int>(blockIdx.x);
-      smem_.tile = {load_sequence(batch, b), b, static_cast<int>(gridDim.z - 1 - blockIdx.z)};
+      const unsigned index = kIsCluster ? blockIdx.z : gridDim.z - 1 - blockIdx.z;
+      smem_.tile = {load_sequence(batch, b), b, static_cast<int>(index)};
       smem_.head = static_cast<int>(blockIdx.y);
     }
     __syncthreads();
   }
 
   __device__ bool has_work() const {
+    if (kIsCluster && blockIdx.z > 0 && !is_shared()) return false;
     return tile().index * kSize < (kByKeys ? tile().sequence.k_len : tile().sequence.q_len);
+  }
+  // True if the blocks of a cluster share the sequence.
+  __device__ bool is_shared() const {
+    return kIsCluster && gridDim.z > 1 &&
+           tile().sequence.k_len <= static_cast<int>(gridDim.z) * kSize;
   }
   __device__ const SequenceTile& tile() const { return smem_.tile; }
   __device__ int index_in_tile() const { return smem_.head; }
@@ -230,7 +241,9 @@ class SequenceQueue {
   __device__ void fetch_next() {}
   __device__ void advance() {
     __syncthreads();  // all threads are done with the last tile
-    if (threadIdx.x == 0) smem_.tile.index += static_cast<int>(gridDim.z);
+    if (threadIdx.x == 0) {
+      smem_.tile.index += kIsCluster && !is_shared() ? 1 : static_cast<int>(gridDim.z);
+    }
     __syncthreads();
   }
 

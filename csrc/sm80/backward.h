@@ -12,6 +12,7 @@
 #include "../common/zero.h"
 #include "bias.h"
 #include "diagonal_sums.h"
+#include "dq_sums.h"
 #include "relative_bias.h"
 #include "tile_config.h"
 #include "time_sums.h"
@@ -30,46 +31,6 @@ struct BackwardBuffers {
   TableSums sums;         // for the gradients of a relative bias's tables; zeroed
 };
 
-// An fp32 accumulator of a product of tiles in device memory. Elements are ordered so that a warp
-// adds to whole cache lines.
-template <int kThreads>
-struct DeviceSum {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  static constexpr int kVector = 4;  // red.v4 needs compute capability 9.0
-#else
-  static constexpr int kVector = 1;
-#endif
-
-  static HSTU_DEVICE int index(int n) {
-    return n / kVector * (kVector * kThreads) + static_cast<int>(threadIdx.x) * kVector;
-  }
-
-  // The place of element n of the fragment.
-  static HSTU_DEVICE int place(int n) { return index(n / kVector * kVector) + n % kVector; }
-
-  template <typename Sum>
-  static HSTU_DEVICE void add(const Sum& part, float* sum) {
-#pragma unroll
-    for (int n = 0; n < Sum::kCount; n += kVector) {
-      if constexpr (kVector == 4) {
-        ptx::red_add_v4(sum + index(n), part.values[n], part.values[n + 1], part.values[n + 2],
-                        part.values[n + 3]);
-      } else {
-        atomicAdd(sum + index(n), part.values[n]);
-      }
-    }
-  }
-
-  template <typename Sum>
-  static HSTU_DEVICE void load(const float* sum, Sum& whole) {
-#pragma unroll
-    for (int n = 0; n < Sum::kCount; n += kVector) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) whole.values[n + i] = sum[index(n) + i];
-    }
-  }
-};
-
 template <int kHeadDim_, typename Element_, Tiling kTiling, ScoreBias kBias, bool kIsDeterministic>
 struct Backward {
   using Element = Element_;
@@ -85,6 +46,10 @@ struct Backward {
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
   // For short sequences, this kernel stores dQ itself, without convert_dq().
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
+  // Finds what the mask shows of a tile while the tile is copied, where registers can keep it.
+  static constexpr bool kMasksEarly = kIsShort && kHeadDim != 128 && !kHasDenseBias;
+  // The blocks of a sequence and head are a cluster, if there are several.
+  static constexpr bool kIsClusterOfSequence = kTiling == Tiling::kUpTo64;
 
   // How the product for dQ reads its operands. With a relative bias, head dim 256 would spill if
   // more copies were in flight.
@@ -107,9 +72,12 @@ struct Backward {
   using RowSum = typename RowMma::template Sum<kRows, kHeadDim>;
   using Diagonals = DiagonalSums<kRows, kKeys, kWarps, ScoreMma>;
   using Times = TimeSums<Tile, ScoreMma>;
+  using ClusterDq = ClusterSums<kRows * kHeadDim, RowSum, kThreads>;
   using HeadBias = std::conditional_t<kHasRelativeBias, RelativeMatrix, BiasMatrix>;
   using HeadDrab = std::conditional_t<kHasRelativeBias, ZeroChunk, BiasMatrix>;
-  using Queue = std::conditional_t<kIsShort, SequenceQueue<kKeys, /*kByKeys=*/true>, WorkQueue>;
+  using Queue =
+      std::conditional_t<kIsShort, SequenceQueue<kKeys, /*kByKeys=*/true, kIsClusterOfSequence>,
+                         WorkQueue>;
 
   struct SharedMemory {
     alignas(128) Element k[kKeys * kHeadDim];  // stages dK after the main loop
@@ -128,6 +96,7 @@ struct Backward {
     TileSpans dq_writers[kStages];  // of the row tile in each stage
     // The dQ that this block added to last, whose dq_semaphore it has yet to release; -1: none.
     int64_t last_dq;
+    typename ClusterDq::SharedMemory cluster_dq;
     typename Queue::SharedMemory queue;
   };
   static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
@@ -138,6 +107,9 @@ struct Backward {
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {
     Queue queue = make_queue(params, buffers, smem);
+    if constexpr (kIsClusterOfSequence) {
+      if (gridDim.z > 1) ClusterDq::template start<kKeys>(queue, smem.cluster_dq);
+    }
     while (queue.has_work()) {
       for (int head = queue.index_in_tile() * buffers.heads_per_work_tile;; ++head) {
         key_tile(params, buffers, queue, head, smem);
@@ -148,7 +120,7 @@ struct Backward {
     }
     if constexpr (kIsShort) {
       // The first head's block zeroes the rows in front of its sequence.
-      if (queue.index_in_tile() == 0 && threadIdx.x < 32) {
+      if (queue.index_in_tile() == 0 && blockIdx.z == 0 && threadIdx.x < 32) {
         const int b = queue.tile().sequence_index;
         const BatchParams& batch = params.batch;
         zero_unowned_rows<RowsOf::kQueries>(batch, params.dq, params.heads, b, batch.batch);
@@ -178,6 +150,7 @@ struct Backward {
                                    const SequenceTile& work, int head, SharedMemory& smem) {
     const Sequence& sequence = work.sequence;
     smem.last_dq = -1;
+    smem.cluster_dq.stored = -1;
     smem.first_row_tile = first_tile(sequence.q_begin, work.sequence_index, kRows);
     smem.q_rows = {params.q, sequence.q_begin, sequence.q_len, head};
     smem.dout_rows = {params.dout, sequence.q_begin, sequence.q_len, head};
@@ -190,9 +163,26 @@ struct Backward {
     }
   }
 
+  // True if the block of this tile of keys stores dQ of row tile m.
+  static HSTU_DEVICE bool stores_dq(const Queue& queue, int m) {
+    return queue.tile().index == (queue.is_shared() ? m : 0);
+  }
+
+  // The row tile that follows row tile m, from the last one to the first; a block of a cluster
+  // processes its own one last. -1: there is none.
+  static HSTU_DEVICE int row_tile_after(const Queue& queue, int m, const TileMap& map) {
+    if (!queue.is_shared()) return map.before(m);
+    const int own = queue.tile().index;
+    if (m == own && own < map.count) return -1;
+    int before = map.before(m);
+    if (before == own) before = map.before(own);
+    return before < 0 && own < map.count ? own : before;
+  }
+
   // Classifies the row tiles.
   static HSTU_DEVICE void fill_map(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   const SequenceTile& work, int head, SharedMemory& smem) {
+                                   const Queue& queue, int head, SharedMemory& smem) {
+    const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
     const int row_tiles = ceil_div(sequence.q_len, kRows);
     smem.map.fill(row_tiles, threadIdx.x, kThreads, [&](int m) {
@@ -207,14 +197,23 @@ struct Backward {
       }
       const TileKind kind =
           buffers.list.classify<kRows, kKeys>(params.mask, work, head, m, work.index);
-      // The first tile of keys also stores dQ of rows that see no key.
-      if (kIsShort && work.index == 0 && kind == TileKind::kEmpty) return TileKind::kPartial;
+      // The block that stores dQ of a row also does so if the row sees no key.
+      if (kIsShort && stores_dq(queue, m) && kind == TileKind::kEmpty) return TileKind::kPartial;
       if (kIsDeterministic && kind == TileKind::kEmpty) return TileKind::kPartial;
       if constexpr (kHasRelativeBias) {
         return RelativeTile<Tile>::kind_with_bias(kind, sequence, m * kRows, work.index * kKeys);
       }
       return kind;
     });
+  }
+
+  static HSTU_DEVICE void copy_row_tile(const HeadRows<Element>& q, const HeadRows<Element>& dout,
+                                        int row_tile, int stage, SharedMemory& smem) {
+    const int r0 = row_tile * kRows;
+    copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
+        q, r0, smem.q[stage]);
+    copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
+        dout, r0, smem.dout[stage]);
   }
 
   static HSTU_DEVICE void key_tile(const BackwardParams& params, const BackwardBuffers& buffers,
@@ -231,26 +230,34 @@ struct Backward {
       copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(v_rows, k0,
                                                                                      smem.v);
     };
-    if (kIsShort) copy_keys();
-    if (threadIdx.x == 0) describe(params, buffers, work, head, smem);
-    fill_map(params, buffers, work, head, smem);
+    // Short sequences copy the row tile that most masks need first before tiles are classified.
+    const auto last_row_tile = [&] { return max(ceil_div(sequence.q_len, kRows) - 1, 0); };
+    if constexpr (kIsShort) {
+      copy_keys();
+      copy_row_tile(HeadRows<Element>(params.q, sequence.q_begin, sequence.q_len, head),
+                    HeadRows<Element>(params.dout, sequence.q_begin, sequence.q_len, head),
+                    last_row_tile(), 0, smem);
+      ptx::cp_async_commit();
+    }
+    if (threadIdx.x == 32) describe(params, buffers, work, head, smem);  // warp 0 fills the map
+    fill_map(params, buffers, queue, head, smem);
     __syncthreads();
+    if constexpr (kIsClusterOfSequence) {
+      if (queue.is_shared()) ClusterDq::hand_over_nothing(work.index, smem.map, smem.cluster_dq);
+    }
 
     const auto copy_rows = [&](int row_tile, int stage) {
-      const int r0 = row_tile * kRows;
-      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
-          smem.q_rows, r0, smem.q[stage]);
-      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
-          smem.dout_rows, r0, smem.dout[stage]);
+      copy_row_tile(smem.q_rows, smem.dout_rows, row_tile, stage, smem);
       if (kIsDeterministic && threadIdx.x == 0) {
         ptx::cp_async_16(buffers.dq_writers + smem.first_row_tile + row_tile,
                          &smem.dq_writers[stage]);
       }
       ptx::cp_async_commit();
     };
-    int row_tile = smem.map.last();
-    if (row_tile >= 0) {
+    int row_tile = row_tile_after(queue, smem.map.count, smem.map);
+    if (row_tile >= 0 && !(kIsShort && row_tile == last_row_tile())) {
       if (!kIsShort) copy_keys();
+      if (kIsShort) ptx::cp_async_wait_all();  // the other row tile is no longer being copied
       copy_rows(row_tile, 0);
     }
     if (is_last_head(buffers, queue, head)) queue.request_next();
@@ -264,6 +271,8 @@ struct Backward {
     const auto dq_index = [&](int row_tile) {
       return (smem.first_row_tile + row_tile) * params.heads + head;
     };
+    // NOTE: short sequences load k0 again where a register would keep it and spill.
+    const auto first_key = [&] { return kIsShort ? *opaque_pointer(&work.index) * kKeys : k0; };
     [[maybe_unused]] typename Times::Kept time_sums;
     const int next_stage = kStages - 1;
     for (int stage = 0; row_tile >= 0; stage ^= next_stage) {
@@ -280,11 +289,17 @@ struct Backward {
       typename Tile::Sum scores = {};
       auto bias = bias_of_tile(params, sequence, r0, k0, smem);
       if constexpr (kHasDenseBias) bias.fetch(r0, k0);
-      const int next = smem.map.before(row_tile);
+      const int next = row_tile_after(queue, row_tile, smem.map);
       [[maybe_unused]] TimeBlock block;
       if constexpr (kHasRelativeBias) {
         block = bias.start(params.mask, head, smem.map.has_partial(row_tile), scores);
       }
+      const auto find_visible = [&] {
+        const Mask mask(params.mask, sequence, head);
+        return Tile{}.visible_keys(mask, sequence.q_len, r0, first_key());
+      };
+      uint64_t visible = 0;
+      if (kMasksEarly && smem.map.has_partial(row_tile)) visible = find_visible();
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled; the other stage, P and dS have been read
       if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
@@ -295,7 +310,7 @@ struct Backward {
       }
 
       if constexpr (kBias != ScoreBias::kNone) {
-        if (next >= 0) bias.prefetch(next * kRows, k0);
+        if (next >= 0) bias.prefetch(next * kRows, first_key());
       }
       if (kIsDeterministic && threadIdx.x == 0) {
         release_dq_semaphore(buffers, smem, dq_index(row_tile));
@@ -304,11 +319,13 @@ struct Backward {
       typename Tile::Sum gradients = {};
       gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(gradients, smem_dout, smem_v);
 
+      // NOTE: right after the barrier, this would wait until the parts of dQ have been written.
+      if (kIsClusterOfSequence && threadIdx.x == 0)
+        ClusterDq::hand_over(queue.tile().index, smem.cluster_dq);
+
       // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
-      // NOTE: short sequences load the index again, since k0 would be kept in a register and spill.
-      const int first_key = kIsShort ? *opaque_pointer(&work.index) * kKeys : k0;
-      silu_and_mask(params, head, r0, first_key, smem.map.has_partial(row_tile), sequence, scores,
-                    gradients);
+      silu_and_mask(params, r0, smem.map.has_partial(row_tile), sequence, scores, gradients,
+                    [&] { return kMasksEarly ? visible : find_visible(); });
       to_smem<ScoreMma, kRows, kKeys>(scores, smem.p);
       to_smem<ScoreMma, kRows, kKeys>(gradients, smem.ds);
       if constexpr (kHasRelativeBias) {
@@ -327,7 +344,7 @@ struct Backward {
         if (smem.drab.data) {
           const float factor = static_cast<float>(params.alpha) * uniform_scale(params);
           const bool is_only_part = params.rab.heads == params.heads;
-          add_to_bias<Element>(smem.drab, Tile{}, sequence, r0, k0, gradients, factor,
+          add_to_bias<Element>(smem.drab, Tile{}, sequence, r0, first_key(), gradients, factor,
                                is_only_part);
         }
       }
@@ -356,10 +373,18 @@ struct Backward {
       RowSum dq = {};
       gemm<RowMma, Operand::kRows, Operand::kTransposed, kRowReading>(dq, smem_ds, smem_k);
       if constexpr (kIsShort) {
-        if (buffers.dq) {
-          add_to_total(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim), work);
+        const int places = ClusterDq::places(gridDim.z);
+        float* const sums = buffers.dq + dq_index(row_tile) * places * (kRows * kHeadDim);
+        if (queue.is_shared() && row_tile != work.index) {
+          ClusterDq::store(dq, row_tile, work.index, sums, smem.cluster_dq);
+        } else {
+          if (queue.is_shared()) {
+            ClusterDq::template add_parts<kKeys>(dq, work, sums, smem.cluster_dq);
+          } else if (buffers.dq) {
+            add_to_total<kThreads, kKeys>(dq, sums, work);
+          }
+          store_rows_of_dq(params, dq, !buffers.dq, work, r0, head, smem);
         }
-        store_rows_of_dq(params, dq, !buffers.dq, work, r0, head, smem);
       } else {
         DeviceSum<kThreads>::add(dq, buffers.dq + dq_index(row_tile) * (kRows * kHeadDim));
       }
@@ -378,6 +403,8 @@ struct Backward {
     if (is_last_head(buffers, queue, head)) queue.fetch_next();
     if (kIsShort) ptx::cp_async_wait_all();  // K and V may not have arrived if no row sees them
     __syncthreads();                         // K and V have been read
+    if (kIsClusterOfSequence && threadIdx.x == 0)
+      ClusterDq::hand_over(queue.tile().index, smem.cluster_dq);
     if (kIsDeterministic && threadIdx.x == 0) release_dq_semaphore(buffers, smem, -1);
     store_keys(dk, alpha * scale, smem.k, params.dk, work, head);
     store_keys(dv, scale, smem.v, params.dv, work, head);
@@ -401,9 +428,10 @@ struct Backward {
   }
 
   // Turns p from S (alpha / 2 * S with a relative bias) into P, and dx from dP into dX.
-  static HSTU_DEVICE void silu_and_mask(const BackwardParams& params, int head, int r0, int k0,
-                                        bool is_partial, const Sequence& sequence,
-                                        typename Tile::Sum& p, typename Tile::Sum& dx) {
+  template <typename FindVisible>
+  static HSTU_DEVICE void silu_and_mask(const BackwardParams& params, int r0, bool is_partial,
+                                        const Sequence& sequence, typename Tile::Sum& p,
+                                        typename Tile::Sum& dx, FindVisible find_visible) {
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
     for (int n = 0; n < Tile::Sum::kCount; ++n) {
@@ -414,11 +442,10 @@ struct Backward {
     }
     const Tile tile;
     if (is_partial) {
-      tile.for_each_hidden(Mask(params.mask, sequence, head), sequence.q_len, r0, k0,
-                           [&](int m, int n) {
-                             p.at(m, n) = 0.0f;
-                             dx.at(m, n) = 0.0f;
-                           });
+      tile.for_each_hidden(find_visible(), [&](int m, int n) {
+        p.at(m, n) = 0.0f;
+        dx.at(m, n) = 0.0f;
+      });
     }
     if (params.attn_scale_per_row) {
 #pragma unroll
@@ -453,19 +480,6 @@ struct Backward {
     const int before = spans.count_before(key_tile);
     // NOTE: `<` and not `!=`, because sequences with overlapping offsets share a tile.
     while (seen < before) seen = ptx::ld_acquire(semaphore);
-  }
-
-  // Adds the sum that earlier key tiles of the sequence have stored at `total`, where each thread
-  // has its own elements, and stores the new sum there for later key tiles.
-  static HSTU_DEVICE void add_to_total(RowSum& dq, float* total, const SequenceTile& work) {
-    const bool is_first = work.index == 0;
-    const bool is_last = (work.index + 1) * kKeys >= work.sequence.k_len;
-#pragma unroll
-    for (int n = 0; n < RowSum::kCount; ++n) {
-      float& at = total[DeviceSum<kThreads>::place(n)];
-      if (!is_first) dq.values[n] += at;
-      if (!is_last) at = dq.values[n];
-    }
   }
 
   // dQ = alpha * scale * dQ, rounded. If a sequence has several tiles of keys, each of them stores

@@ -96,7 +96,28 @@ struct Forward {
     const int head = queue.index_in_tile();
     const int r0 = work.index * kRows;
 
-    if (threadIdx.x == 0) {
+    const auto copy_keys = [&](const KeyRows& k_rows, const KeyRows& v_rows, int tile, int stage) {
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
+          k_rows, tile * kKeys, smem.k[stage]);
+      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
+          v_rows, tile * kKeys, smem.v[stage]);
+      ptx::cp_async_commit();
+    };
+    const auto copy_q = [&] {
+      const HeadRows<Element> q_rows(params.q, sequence.q_begin, sequence.q_len, head);
+      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
+          q_rows, r0, smem.q);
+    };
+    const int key_tiles = ceil_div(sequence.k_len, kKeys);
+    // Short sequences copy the keys that most masks need first before any tile is classified.
+    const int diagonal_tile = min((r0 + kRows - 1 + sequence.offset) / kKeys, key_tiles - 1);
+    if constexpr (kIsShort) {
+      copy_q();
+      copy_keys({params.k, sequence.k_begin, sequence.k_len, head},
+                {params.v, sequence.k_begin, sequence.k_len, head}, diagonal_tile, 0);
+    }
+    constexpr int kDescribingThread = kThreads > 32 ? 32 : 0;  // warp 0 fills the map
+    if (threadIdx.x == kDescribingThread) {
       if constexpr (kIsPaged) {
         smem.k_rows = {params.paged, PagePart::kKeys,     params.k,
                        sequence,     work.sequence_index, head};
@@ -112,23 +133,10 @@ struct Forward {
         smem.bias = {params.rab, work.sequence_index, head, params.heads};
       }
     }
-    const auto copy_keys = [&](int k0, int stage) {
-      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
-          smem.k_rows, k0, smem.k[stage]);
-      copy_rows_async<kKeys, kHeadDim, kThreads, Order, kTiles.reading.hides_thread>(
-          smem.v_rows, k0, smem.v[stage]);
-      ptx::cp_async_commit();
-    };
-    const auto copy_q = [&] {
-      const HeadRows<Element> q_rows(params.q, sequence.q_begin, sequence.q_len, head);
-      copy_rows_async<kRows, kHeadDim, kThreads, NaturalOrder, kTiles.reading.hides_thread>(
-          q_rows, r0, smem.q);
-    };
-    if (kIsShort) copy_q();
-    const int key_tiles = ceil_div(sequence.k_len, kKeys);
     smem.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
-      // A mask given row by row has no summaries without a list.
-      if (kIsShort && is_given_by_row(params.mask)) return TileKind::kPartial;
+      // A mask given row by row has no summaries without a list. A single tile of keys is not
+      // classified, because that would be work before the block's first product.
+      if (kIsShort && (key_tiles == 1 || is_given_by_row(params.mask))) return TileKind::kPartial;
       const TileKind kind = list.classify<kRows, kKeys>(params.mask, work, head, work.index, n);
       if constexpr (kHasRelativeBias) {
         return RelativeTile<Tile>::kind_with_bias(kind, sequence, r0, n * kKeys);
@@ -138,11 +146,14 @@ struct Forward {
     __syncthreads();
 
     int tile = smem.map.last();
-    if (tile >= 0) {
-      if (!kIsShort) copy_q();
-      copy_keys(tile * kKeys, 0);
-    } else if (kIsShort) {
+    if constexpr (!kIsShort) {
+      if (tile >= 0) {
+        copy_q();
+        copy_keys(smem.k_rows, smem.v_rows, tile, 0);
+      }
+    } else if (tile != diagonal_tile) {
       ptx::cp_async_wait_all();
+      if (tile >= 0) copy_keys(smem.k_rows, smem.v_rows, tile, 0);
       __syncthreads();  // Q has arrived, before O overwrites it
     }
     queue.request_next();
@@ -171,9 +182,17 @@ struct Forward {
       if constexpr (kHasRelativeBias) {
         block = bias.start(params.mask, head, smem.map.has_partial(tile), scores);
       }
+      const bool is_partial = smem.map.has_partial(tile);
+      const Tile score_tile;
+      uint64_t visible = 0;
+      const auto find_visible = [&] {
+        visible =
+            score_tile.visible_keys(Mask(params.mask, sequence, head), sequence.q_len, r0, k0);
+      };
+      if (kIsShort && is_partial) find_visible();  // while the copies arrive
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled, and the other one has been read
-      if (kStages == 2 && next >= 0) copy_keys(next * kKeys, stage ^ 1);
+      if (kStages == 2 && next >= 0) copy_keys(smem.k_rows, smem.v_rows, next, stage ^ 1);
       if constexpr (kHasDenseBias) bias.copy_to(scores);
       const auto smem_k = rows_tile<kKeys, kHeadDim>(smem.k[stage]);
       if constexpr (kTiles.keeps_q) {
@@ -190,9 +209,9 @@ struct Forward {
         const float x = kHasRelativeBias ? score : half_alpha * score;
         score = silu_of_half(x, ptx::tanh_approx(x));
       }
-      if (smem.map.has_partial(tile)) {
-        Tile{}.for_each_hidden(Mask(params.mask, sequence, head), sequence.q_len, r0, k0,
-                               [&](int m, int n) { scores.at(m, n) = 0.0f; });
+      if (is_partial) {
+        if (!kIsShort) find_visible();
+        score_tile.for_each_hidden(visible, [&](int m, int n) { scores.at(m, n) = 0.0f; });
       }
 
       // O += P V
@@ -200,7 +219,7 @@ struct Forward {
           out, as_left_operand<Element>(scores), rows_tile<kKeys, kHeadDim>(smem.v[stage]));
       if constexpr (kStages == 1) {
         __syncthreads();  // K and V have been read
-        if (next >= 0) copy_keys(next * kKeys, 0);
+        if (next >= 0) copy_keys(smem.k_rows, smem.v_rows, next, 0);
       }
       tile = next;
     }

@@ -6,6 +6,7 @@
 #include <climits>
 
 #include "../dispatch.h"
+#include "tile_config.h"
 
 namespace hstu::sm80 {
 
@@ -41,14 +42,33 @@ inline bool gains_by_short_forward(const ForwardParams& params, const CudaLaunch
   return head_dim <= 128 && longest <= 192 && tiles <= 2 * multiprocessors;
 }
 
-// True if a block for each sequence and head is faster in the backward than a work list of key
-// tiles.
-inline bool gains_by_short_backward(const BackwardParams& params, const CudaLaunch& launch) {
+// The number of blocks for each sequence and head in the backward for short sequences; 0 if a work
+// list of key tiles is faster. Several blocks are a cluster and have 64 keys each; a single block
+// takes one tile of 64 keys after another. Measured on an H200.
+inline int blocks_of_sequence(const BackwardParams& params, const CudaLaunch& launch) {
   const int longest = longest_if_short(params, launch);
-  if (longest <= 64) return true;
+  if (longest <= 64) return 1;
+  if (longest > kMaxClusterOfSequence * 64) return 0;
+
+  const int head_dim = std::max(params.q.head_dim, params.v.head_dim);
+  const bool has_clusters = launch.device.capability == 90;
+  const int cluster = std::max(1, (params.batch.max_seqlen_k + 63) / 64);
+  const int64_t multiprocessors = launch.device.multiprocessors;
+  const int64_t resident = multiprocessors * (head_dim <= 64 ? 3 : head_dim <= 128 ? 2 : 1);
   const int64_t sequences = int64_t{params.batch.batch} * params.heads;
-  const bool is_wide = std::max(params.q.head_dim, params.v.head_dim) > 128;
-  return longest <= 128 && (!is_wide || 2 * sequences > launch.device.multiprocessors);
+  if (longest <= 128) {
+    // A block with two tiles takes 7/4 of the time of a block with one, and longer for wide heads.
+    const auto rounds = [&](int64_t blocks) { return (blocks + resident - 1) / resident; };
+    const bool gains = head_dim > 128 || 4 * rounds(2 * sequences) < 7 * rounds(sequences);
+    if (has_clusters && gains) return cluster;
+    return head_dim <= 128 || 2 * sequences > multiprocessors ? 1 : 0;
+  }
+  const int64_t blocks = sequences * cluster;
+  const bool gains = head_dim > 128  ? cluster <= 3 && blocks <= resident
+                     : head_dim > 64 ? cluster <= 4 && blocks <= resident
+                     : cluster <= 4  ? blocks <= 2 * resident
+                                     : blocks <= multiprocessors;
+  return has_clusters && gains ? cluster : 0;
 }
 
 template <int kHeadDim, DType kDType>

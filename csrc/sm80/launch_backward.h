@@ -20,7 +20,7 @@ struct BackwardLauncher {
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
     return form_switch(params, launch, [&](auto tiling, auto is_deterministic) -> int64_t {
       if constexpr (is_for_short_sequences(tiling)) {
-        return take_short_dq<Kernel<tiling>>(params, nullptr).bytes;
+        return take_short_dq<Kernel<tiling>>(params, launch, nullptr).bytes;
       }
       return Plan<tiling, is_deterministic>(params, nullptr).workspace.used();
     });
@@ -48,35 +48,13 @@ struct BackwardLauncher {
     if (longest <= 32 && fits<Kernel<Tiling::kUpTo32>>(launch)) {
       return use(std::integral_constant<Tiling, Tiling::kUpTo32>(), any_order);
     }
-    if (gains_by_short_backward(params, launch)) {
-      if constexpr (kHeadDim <= 128) {
-        if (longest > 64 && gains_by_128_keys(params, launch)) {
-          return use(std::integral_constant<Tiling, Tiling::kUpTo128>(), any_order);
-        }
-      }
-      if (fits<Kernel<Tiling::kUpTo64>>(launch)) {
-        return use(std::integral_constant<Tiling, Tiling::kUpTo64>(), any_order);
-      }
+    if (blocks_of_sequence(params, launch) > 0 && fits<Kernel<Tiling::kUpTo64>>(launch)) {
+      return use(std::integral_constant<Tiling, Tiling::kUpTo64>(), any_order);
     }
     return bool_switch(launch.deterministic, [&](auto is_deterministic) {
       return tiling_switch<Kernel<Tiling::kLarge, ScoreBias::kNone, is_deterministic>>(
           launch, [&](auto tiling) { return use(tiling, is_deterministic); });
     });
-  }
-
-  // True if one tile of keys is faster for sequences of 65 to 128 tokens than two: with one tile, a
-  // block takes less time, but fewer blocks are resident.
-  static bool gains_by_128_keys(const BackwardParams& params, const CudaLaunch& launch) {
-    using UpTo64 = Kernel<Tiling::kUpTo64>;
-    using UpTo128 = Kernel<Tiling::kUpTo128>;
-    if (!fits<UpTo128>(launch)) return false;
-    // The time of a block with two tiles divided by the time of a block with one tile, measured on
-    // an H200.
-    constexpr double kRelativeTime = kHeadDim == 128 ? 1.75 : 2;
-    const int64_t blocks = int64_t{params.batch.batch} * params.heads;
-    const int64_t rounds_of_64 = ceil_div(blocks, resident_blocks<UpTo64>(launch));
-    const int64_t rounds_of_128 = ceil_div(blocks, resident_blocks<UpTo128>(launch));
-    return static_cast<double>(rounds_of_128) < kRelativeTime * static_cast<double>(rounds_of_64);
   }
 
   // True if drab is summed over heads in an fp32 workspace first.
@@ -172,12 +150,14 @@ struct BackwardLauncher {
     int64_t bytes;
   };
   template <typename Form>
-  static ShortDq take_short_dq(const BackwardParams& params, void* memory) {
+  static ShortDq take_short_dq(const BackwardParams& params, const CudaLaunch& launch,
+                               void* memory) {
     const BatchParams& batch = params.batch;
     if (batch.max_seqlen_k <= Form::kKeys) return {nullptr, 0};
     Workspace workspace(memory);
     const int64_t tiles = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
-    float* sums = workspace.take<float>(tiles * params.heads * (Form::kRows * kHeadDim));
+    const int64_t parts = tiles * Form::ClusterDq::places(blocks_of_sequence(params, launch));
+    float* sums = workspace.take<float>(parts * params.heads * (Form::kRows * kHeadDim));
     return {sums, workspace.used()};
   }
 
@@ -186,9 +166,10 @@ struct BackwardLauncher {
     BackwardBuffers buffers = {};
     buffers.heads_per_work_tile = 1;
     buffers.drab = params.drab;
-    buffers.dq = take_short_dq<Form>(params, launch.workspace).sums;
-    launch_attention<Form>(run_backward<Form>, launch, dim3(params.batch.batch, params.heads),
-                           "backward", params, buffers);
+    buffers.dq = take_short_dq<Form>(params, launch, launch.workspace).sums;
+    const dim3 blocks(params.batch.batch, params.heads,
+                      Form::kIsClusterOfSequence ? blocks_of_sequence(params, launch) : 1);
+    launch_attention<Form>(run_backward<Form>, launch, blocks, "backward", params, buffers);
   }
 
   template <typename Form>

@@ -254,7 +254,8 @@ class RelativeTile {
     const uint32_t lowest = first.bucket + is_second;
     const uint32_t highest = last.bucket + (differences.most >= last.threshold);
     const bool is_known = ((first.bucket | last.bucket) & NarrowCell::kSeveral) == 0;
-    block.word = is_known && highest - lowest <= 1 ? lowest + highest : 2 * TimeBlock::kSeveral;
+    block.word = is_known && highest - lowest <= 1 ? static_cast<int>(lowest + highest)
+                                                   : 2 * TimeBlock::kSeveral;
     block.weight = is_second ? first.high : first.low;
     if (differences.is_wide) {
       const BucketRange range = find_bucket_range(bias_, rows, keys);

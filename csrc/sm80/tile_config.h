@@ -10,13 +10,16 @@ namespace hstu::sm80 {
 constexpr int kSmallMemory = 99 * 1024;
 
 // The tile sizes of a kernel: for most calls, for GPUs with 99 KB of shared memory, and for batches
-// of short sequences, with at most 32, 64, 128 (backward) or 512 (forward) rows and keys.
+// of short sequences, with at most 32, 64 or 512 rows and keys.
 //
 // With short sequences, a block has one sequence and head, or one tile of its rows (kUpTo512). It
 // needs no work list, so no kernel runs before it. Blocks are small, so that many of them hide each
-// other's latency. Most blocks have all keys in one tile. kUpTo64 is also for many sequences of up
-// to 128 tokens in the backward, with two tiles of keys.
-enum class Tiling { kLarge, kSmallMemory, kUpTo32, kUpTo64, kUpTo128, kUpTo512 };
+// other's latency. Most blocks have all keys in one tile. In the backward, kUpTo64 is also for
+// sequences of up to 512 tokens, which have a block or a cluster of blocks: blocks_of_sequence().
+enum class Tiling { kLarge, kSmallMemory, kUpTo32, kUpTo64, kUpTo512 };
+
+// The most blocks of a cluster for a sequence in the backward; larger clusters are not portable.
+constexpr int kMaxClusterOfSequence = 8;
 
 constexpr bool is_for_short_sequences(Tiling tiling) { return tiling >= Tiling::kUpTo32; }
 
@@ -97,10 +100,6 @@ constexpr BackwardTiles backward_tiles() {
     if constexpr (kHeadDim == 64) return {64, 64, 4, 3, 1, 4, 4, 4, {2, true}};
     if constexpr (kHeadDim == 128) return {64, 64, 4, 2, 1, 2, 4, 4, {1, true}};
     return {64, 64, 8, 1, 1, 4, 2, 2, {2, true}};
-  } else if constexpr (kTiling == Tiling::kUpTo128) {
-    if constexpr (kHeadDim == 32) return {64, 128, 8, 1, 2, 2, 8, 4, {2, true}};
-    if constexpr (kHeadDim == 64) return {64, 128, 8, 1, 2, 2, 4, 4, {2, true}};
-    return {64, 128, 8, 1, 1, 2, 4, 2, {1, true}};
   } else if constexpr (kHeadDim == 32) {
     if constexpr (kLarge) return {128, 128, 8, 1, 2, 4, 8, 8, {2, true}};
     return {64, 128, 8, 1, 2, 2, 8, 4, {2, true}};

@@ -1,8 +1,8 @@
 """Tests of the CUDA kernels for short sequences and for few rows. All need a GPU.
 
-The sm80 kernels have tile sizes for sequences of at most 32, 64, 128 and (forward only) 512 tokens.
-On Hopper, forwards of longer sequences may have no list of work tiles, and forwards of few rows
-have small tiles.
+The sm80 kernels have tile sizes for sequences of at most 32, 64 and 512 tokens. In the backward, a
+cluster of blocks may share a sequence of 65 to 512 tokens. On Hopper, forwards of longer sequences
+may have no list of work tiles, and forwards of few rows have small tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mask", MASK_NAMES)
-@pytest.mark.parametrize("longest", [32, 64, 128, 300])
+@pytest.mark.parametrize("longest", [32, 64, 128, 180, 300])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_short_sequences(dim, longest, mask):
     count = 40 if longest <= 128 else 8
@@ -43,11 +43,11 @@ def test_short_sequences(dim, longest, mask):
 
 
 @pytest.mark.parametrize("mask", ["causal", "func-3"])
-@pytest.mark.parametrize(("count", "longest"), [(1000, 20), (200, 128)])
+@pytest.mark.parametrize(("count", "longest"), [(1000, 20), (60, 128), (200, 128), (90, 250)])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_many_short_sequences(dim, count, longest, mask):
-    """There are several times as many blocks as are resident. With up to 128 tokens, a block of the
-    backward adds up dQ of two tiles of keys."""
+    """There are several times as many blocks as are resident, except that with 60 sequences a block
+    of the backward has a whole sequence, and adds up dQ of two tiles of keys."""
     lengths = [longest, 65, 64, *make_lengths(count, longest)]
     options = {"heads": 4, "dim": dim, "dtype": DTYPES[0], "device": "cuda"}
     check(make_batch(lengths, mask=mask, **options))
@@ -77,6 +77,23 @@ def test_short_sequences_without_a_list(count, longest, heads, dim, bias):
     check_against_reference(hstu_attention, batch, backward=False)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("mask", ["full", "causal", "spans"])
+@pytest.mark.parametrize(("dim", "longest"), [(32, 512), (64, 320), (128, 250), (256, 192)])
+def test_clusters_of_blocks(dim, longest, mask):
+    """The blocks of a cluster add up dQ in a fixed order, also of sequences with fewer tiles."""
+    lengths = [longest, 0, 64, longest - 70, 1, 130]
+    rows = [longest, 0, 1, 40, 1, 129]
+    options = {"dim": dim, "dtype": DTYPES[1], "device": "cuda"}
+    batch = make_batch(lengths, rows, mask=mask, bias="rab", **options)
+    check(batch)
+    dout = random_dout(batch)
+    first = run(hstu_attention, batch, dout)
+    for _ in range(3):
+        again = run(hstu_attention, batch, dout)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("stated", [20, 64, 100, 200])
 def test_sequences_longer_than_stated(stated, dim):
@@ -93,15 +110,21 @@ def test_sequences_longer_than_stated(stated, dim):
     ("dim", "longest", "count", "expected"),
     [
         (256, 64, 2, ["sm80", "sm80"]),
-        (256, 128, 2, ["sm90", "sm90"]),
+        (256, 128, 2, ["sm90", "sm80"]),
         (256, 128, 80, ["sm90", "sm80"]),
+        (256, 192, 20, ["sm90", "sm80"]),
+        (256, 192, 30, ["sm90", "sm90"]),
+        (256, 193, 2, ["sm90", "sm90"]),
         (128, 128, 20, ["sm80", "sm80"]),
         (128, 128, 80, ["sm90", "sm80"]),
-        (128, 192, 20, ["sm80", "sm90"]),
-        (128, 193, 20, ["sm90", "sm90"]),
+        (128, 192, 20, ["sm80", "sm80"]),
+        (128, 193, 20, ["sm90", "sm80"]),
+        (128, 256, 40, ["sm90", "sm90"]),
+        (128, 257, 2, ["sm90", "sm90"]),
         (64, 128, 2000, ["sm80", "sm80"]),
-        (64, 256, 2, ["sm80", "sm90"]),
-        (64, 257, 2, ["sm90", "sm90"]),
+        (64, 256, 2, ["sm80", "sm80"]),
+        (64, 256, 100, ["sm80", "sm90"]),
+        (64, 257, 2, ["sm90", "sm80"]),
         (64, 512, 50, ["sm80", "sm90"]),
         (64, 512, 200, ["sm90", "sm90"]),
         (64, 513, 50, ["sm90", "sm90"]),
