@@ -48,6 +48,7 @@ struct Backward {
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
   // Finds what the mask shows of a tile while the tile is copied, where registers can keep it.
   static constexpr bool kMasksEarly = kIsShort && kHeadDim != 128 && !kHasDenseBias;
+  static_assert(!kMasksEarly || kKeys <= 64, "a word has a bit for each key");
   // The blocks of a sequence and head are a cluster, if there are several.
   static constexpr bool kIsClusterOfSequence = kTiling == Tiling::kUpTo64;
 
@@ -294,12 +295,12 @@ struct Backward {
       if constexpr (kHasRelativeBias) {
         block = bias.start(params.mask, head, smem.map.has_partial(row_tile), scores);
       }
-      const auto find_visible = [&] {
+      const auto find_visible = [&](int word) {
         const Mask mask(params.mask, sequence, head);
-        return Tile{}.visible_keys(mask, sequence.q_len, r0, first_key());
+        return Tile{}.visible_keys(mask, sequence.q_len, r0, first_key(), word);
       };
       uint64_t visible = 0;
-      if (kMasksEarly && smem.map.has_partial(row_tile)) visible = find_visible();
+      if (kMasksEarly && smem.map.has_partial(row_tile)) visible = find_visible(0);
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled; the other stage, P and dS have been read
       if (kStages == 2 && next >= 0) copy_rows(next, stage ^ 1);
@@ -325,7 +326,7 @@ struct Backward {
 
       // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
       silu_and_mask(params, r0, smem.map.has_partial(row_tile), sequence, scores, gradients,
-                    [&] { return kMasksEarly ? visible : find_visible(); });
+                    [&](int word) { return kMasksEarly ? visible : find_visible(word); });
       to_smem<ScoreMma, kRows, kKeys>(scores, smem.p);
       to_smem<ScoreMma, kRows, kKeys>(gradients, smem.ds);
       if constexpr (kHasRelativeBias) {
@@ -428,10 +429,10 @@ struct Backward {
   }
 
   // Turns p from S (alpha / 2 * S with a relative bias) into P, and dx from dP into dX.
-  template <typename FindVisible>
+  template <typename Visible>
   static HSTU_DEVICE void silu_and_mask(const BackwardParams& params, int r0, bool is_partial,
                                         const Sequence& sequence, typename Tile::Sum& p,
-                                        typename Tile::Sum& dx, FindVisible find_visible) {
+                                        typename Tile::Sum& dx, Visible visible) {
     const float half_alpha = 0.5f * static_cast<float>(params.alpha);
 #pragma unroll
     for (int n = 0; n < Tile::Sum::kCount; ++n) {
@@ -442,7 +443,7 @@ struct Backward {
     }
     const Tile tile;
     if (is_partial) {
-      tile.for_each_hidden(find_visible(), [&](int m, int n) {
+      tile.for_each_hidden(visible, [&](int m, int n) {
         p.at(m, n) = 0.0f;
         dx.at(m, n) = 0.0f;
       });

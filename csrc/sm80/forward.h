@@ -28,6 +28,9 @@ struct Forward {
   static constexpr bool kBeginsUnlisted = false;
   static constexpr bool kWaitsForMemory = false;
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
+  // Finds what the mask shows of a tile while the tile is copied.
+  static constexpr bool kMasksEarly = kIsShort;
+  static_assert(!kMasksEarly || kKeys <= 64, "a word has a bit for each key");
   // K and V are double-buffered, unless one tile has all keys.
   static constexpr int kStages = kIsShort && kTiling != Tiling::kUpTo512 ? 1 : 2;
 
@@ -182,14 +185,12 @@ struct Forward {
       if constexpr (kHasRelativeBias) {
         block = bias.start(params.mask, head, smem.map.has_partial(tile), scores);
       }
-      const bool is_partial = smem.map.has_partial(tile);
-      const Tile score_tile;
-      uint64_t visible = 0;
-      const auto find_visible = [&] {
-        visible =
-            score_tile.visible_keys(Mask(params.mask, sequence, head), sequence.q_len, r0, k0);
+      const auto find_visible = [&](int word) {
+        const Mask mask(params.mask, sequence, head);
+        return Tile{}.visible_keys(mask, sequence.q_len, r0, k0, word);
       };
-      if (kIsShort && is_partial) find_visible();  // while the copies arrive
+      uint64_t visible = 0;
+      if (kMasksEarly && smem.map.has_partial(tile)) visible = find_visible(0);
       ptx::cp_async_wait_all();
       __syncthreads();  // this stage has been filled, and the other one has been read
       if (kStages == 2 && next >= 0) copy_keys(smem.k_rows, smem.v_rows, next, stage ^ 1);
@@ -209,9 +210,9 @@ struct Forward {
         const float x = kHasRelativeBias ? score : half_alpha * score;
         score = silu_of_half(x, ptx::tanh_approx(x));
       }
-      if (is_partial) {
-        if (!kIsShort) find_visible();
-        score_tile.for_each_hidden(visible, [&](int m, int n) { scores.at(m, n) = 0.0f; });
+      if (smem.map.has_partial(tile)) {
+        Tile{}.for_each_hidden([&](int word) { return kMasksEarly ? visible : find_visible(word); },
+                               [&](int m, int n) { scores.at(m, n) = 0.0f; });
       }
 
       // O += P V

@@ -34,31 +34,37 @@ struct ScoreTile {
   static HSTU_DEVICE int row_offset(int m) { return Mma::row_offset(m / 2) + m % 2 * 8; }
   static HSTU_DEVICE int key_offset(int n) { return Order::key(Mma::column_offset(n / 2) + n % 2); }
 
-  // What the mask shows of one of the warp's rows: a bit for each of the warp's keys, in the tile
-  // that begins with row r0 and key k0.
-  HSTU_DEVICE uint64_t visible_keys(const Mask& mask, int q_len, int r0, int k0) const {
+  // What the mask shows of one of the warp's rows, in the tile that begins with row r0 and key k0:
+  // a bit for each of 64 keys, from key 64 * word of the warp on.
+  HSTU_DEVICE uint64_t visible_keys(const Mask& mask, int q_len, int r0, int k0, int word) const {
     static_assert(kThreadRows == 2 || kThreadRows == 4, "a warp has 16 or 32 rows");
-    static_assert(4 * kThreadColumns <= 64, "a word has a bit for each of the warp's keys");
     // NOTE: with bounded_thread_idx(), the backward for head dim 128 would spill.
     const int lane = opaque_thread_idx() % 32;
     const int second_half = kThreadRows > 2 && lane >= 16 ? row_offset(2) : 0;
     const int row = r0 + first_row - lane / 4 + lane % 16 + second_half;
-    return row < q_len ? mask.row_bits(row, k0 + first_key - lane % 4 * kRun) : 0;
+    const int first = k0 + first_key - lane % 4 * kRun + 64 * word;
+    return row < q_len ? mask.row_bits(row, first) : 0;
   }
 
-  // Calls hide(m, n) for the elements that the mask hides. `visible` is what the lane got from
-  // visible_keys(); the four lanes that have a row get its bits by a shuffle.
-  template <typename Hide>
-  HSTU_DEVICE void for_each_hidden(uint64_t visible, Hide hide) const {
+  // Calls hide(m, n) for the elements that the mask hides. visible(word) returns visible_keys() of
+  // the lane; the four lanes that have a row get its bits by a shuffle. A tile of at most 64 keys
+  // has word 0 alone.
+  template <typename Visible, typename Hide>
+  HSTU_DEVICE void for_each_hidden(Visible visible, Hide hide) const {
     const int lane = opaque_thread_idx() % 32;
     const int quad_key = lane % 4 * kRun;  // relative to the warp's first key
 #pragma unroll
-    for (int m = 0; m < kThreadRows; ++m) {
-      const int owner = m / 2 * 16 + m % 2 * 8 + lane / 4;
-      const uint64_t of_row = __shfl_sync(0xffffffff, visible, owner) >> quad_key;
+    for (int word = 0; word <= key_offset(kThreadColumns - 1) / 64; ++word) {
+      const uint64_t bits = visible(word);
 #pragma unroll
-      for (int n = 0; n < kThreadColumns; ++n) {
-        if (!(of_row >> key_offset(n) & 1)) hide(m, n);
+      for (int m = 0; m < kThreadRows; ++m) {
+        const int owner = m / 2 * 16 + m % 2 * 8 + lane / 4;
+        const uint64_t of_row = __shfl_sync(0xffffffff, bits, owner) >> quad_key;
+#pragma unroll
+        for (int n = 0; n < kThreadColumns; ++n) {
+          const int key = key_offset(n);
+          if (key / 64 == word && !(of_row >> key % 64 & 1)) hide(m, n);
+        }
       }
     }
   }
