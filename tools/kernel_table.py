@@ -28,13 +28,13 @@ MAY_SPILL = {
         "BackwardILi64EN7cutlass6half_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
         "BackwardILi256EN7cutlass10bfloat16_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
         "BackwardILi256EN7cutlass6half_tELNS0_6TilingE0ELNS0_9ScoreBiasE2E",
-        # The backward for short sequences with a dense bias spills up to 16 bytes.
-        "BackwardILi64EN7cutlass10bfloat16_tELNS0_6TilingE3ELNS0_9ScoreBiasE1E",
-        "BackwardILi64EN7cutlass6half_tELNS0_6TilingE3ELNS0_9ScoreBiasE1E",
-        "BackwardILi128EN7cutlass10bfloat16_tELNS0_6TilingE3ELNS0_9ScoreBiasE1E",
-        "BackwardILi128EN7cutlass6half_tELNS0_6TilingE3ELNS0_9ScoreBiasE1E",
-        "BackwardILi256EN7cutlass10bfloat16_tELNS0_6TilingE3ELNS0_9ScoreBiasE1E",
-        "BackwardILi256EN7cutlass6half_tELNS0_6TilingE3ELNS0_9ScoreBiasE1E",
+        # The backward by clusters with a dense bias spills up to 8 bytes.
+        "BackwardILi64EN7cutlass10bfloat16_tELNS0_6TilingE5ELNS0_9ScoreBiasE1E",
+        "BackwardILi64EN7cutlass6half_tELNS0_6TilingE5ELNS0_9ScoreBiasE1E",
+        "BackwardILi128EN7cutlass10bfloat16_tELNS0_6TilingE5ELNS0_9ScoreBiasE1E",
+        "BackwardILi128EN7cutlass6half_tELNS0_6TilingE5ELNS0_9ScoreBiasE1E",
+        "BackwardILi256EN7cutlass10bfloat16_tELNS0_6TilingE5ELNS0_9ScoreBiasE1E",
+        "BackwardILi256EN7cutlass6half_tELNS0_6TilingE5ELNS0_9ScoreBiasE1E",
     ),
     "sm90": (
         # Consumers compute the bias in addition to their accumulators (forward), or an additional

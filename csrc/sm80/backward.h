@@ -47,10 +47,10 @@ struct Backward {
   // For short sequences, this kernel stores dQ itself, without convert_dq().
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
   // Finds what the mask shows of a tile while the tile is copied, where registers can keep it.
-  static constexpr bool kMasksEarly = kIsShort && kHeadDim != 128 && !kHasDenseBias;
+  static constexpr bool kMasksEarly = kIsShort && kHeadDim != 128;
   static_assert(!kMasksEarly || kKeys <= 64, "a word has a bit for each key");
-  // The blocks of a sequence and head are a cluster, if there are several.
-  static constexpr bool kIsClusterOfSequence = kTiling == Tiling::kUpTo64;
+  // The blocks of a sequence and head are a cluster.
+  static constexpr bool kIsClusterOfSequence = kTiling == Tiling::kCluster;
 
   // How the product for dQ reads its operands. With a relative bias, head dim 256 would spill if
   // more copies were in flight.
@@ -311,7 +311,7 @@ struct Backward {
       }
 
       if constexpr (kBias != ScoreBias::kNone) {
-        if (next >= 0) bias.prefetch(next * kRows, first_key());
+        if (next >= 0) bias.prefetch(next * kRows, kIsClusterOfSequence ? k0 : first_key());
       }
       if (kIsDeterministic && threadIdx.x == 0) {
         release_dq_semaphore(buffers, smem, dq_index(row_tile));
@@ -319,10 +319,6 @@ struct Backward {
       // dP = dO V^T
       typename Tile::Sum gradients = {};
       gemm<ScoreMma, Operand::kRows, Operand::kRows, kTiles.reading>(gradients, smem_dout, smem_v);
-
-      // NOTE: right after the barrier, this would wait until the parts of dQ have been written.
-      if (kIsClusterOfSequence && threadIdx.x == 0)
-        ClusterDq::hand_over(queue.tile().index, smem.cluster_dq);
 
       // P = M * silu(alpha * S), dX = M * dP * silu'(alpha * S)
       silu_and_mask(params, r0, smem.map.has_partial(row_tile), sequence, scores, gradients,
@@ -354,6 +350,11 @@ struct Backward {
                               buffers.dq_semaphore + dq_index(row_tile));
       }
       __syncthreads();  // P and dS are written, and thread 0 has waited for dq_semaphore
+      // NOTE: earlier, this would wait until the parts of dQ have been written, and would keep the
+      // compiler from mixing the products with the activation.
+      if (kIsClusterOfSequence && threadIdx.x == 0) {
+        ClusterDq::hand_over(queue.tile().index, smem.cluster_dq);
+      }
 
       if constexpr (kHasRelativeBias) {
         if (buffers.sums.position.words) {
@@ -520,6 +521,9 @@ template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     run_backward(const __grid_constant__ BackwardParams params,
                  const __grid_constant__ BackwardBuffers buffers) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (Kernel::kIsClusterOfSequence) return;  // never launched
+#endif
   wait_for_previous_kernel();
   extern __shared__ __align__(128) char smem[];
   Kernel::run(params, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));

@@ -48,7 +48,11 @@ struct BackwardLauncher {
     if (longest <= 32 && fits<Kernel<Tiling::kUpTo32>>(launch)) {
       return use(std::integral_constant<Tiling, Tiling::kUpTo32>(), any_order);
     }
-    if (blocks_of_sequence(params, launch) > 0 && fits<Kernel<Tiling::kUpTo64>>(launch)) {
+    const int blocks = blocks_of_sequence(params, launch);
+    if (blocks > 1 && fits<Kernel<Tiling::kCluster>>(launch)) {
+      return use(std::integral_constant<Tiling, Tiling::kCluster>(), any_order);
+    }
+    if (blocks == 1 && fits<Kernel<Tiling::kUpTo64>>(launch)) {
       return use(std::integral_constant<Tiling, Tiling::kUpTo64>(), any_order);
     }
     return bool_switch(launch.deterministic, [&](auto is_deterministic) {

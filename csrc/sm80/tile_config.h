@@ -10,13 +10,16 @@ namespace hstu::sm80 {
 constexpr int kSmallMemory = 99 * 1024;
 
 // The tile sizes of a kernel: for most calls, for GPUs with 99 KB of shared memory, and for batches
-// of short sequences, with at most 32, 64 or 512 rows and keys.
+// of short sequences, with at most 32, 64 or 512 rows and keys (forward: kUpTo512, backward:
+// kCluster).
 //
 // With short sequences, a block has one sequence and head, or one tile of its rows (kUpTo512). It
 // needs no work list, so no kernel runs before it. Blocks are small, so that many of them hide each
-// other's latency. Most blocks have all keys in one tile. In the backward, kUpTo64 is also for
-// sequences of up to 512 tokens, which have a block or a cluster of blocks: blocks_of_sequence().
-enum class Tiling { kLarge, kSmallMemory, kUpTo32, kUpTo64, kUpTo512 };
+// other's latency. Most blocks have all keys in one tile. In the backward, kUpTo64 is also for many
+// sequences of up to 128 tokens, with two tiles of keys, and kCluster has a cluster of blocks for a
+// sequence. It is a form of its own because a kernel with instructions for clusters takes 1 to 2 us
+// longer, also if it is launched without them.
+enum class Tiling { kLarge, kSmallMemory, kUpTo32, kUpTo64, kUpTo512, kCluster };
 
 // The most blocks of a cluster for a sequence in the backward; larger clusters are not portable.
 constexpr int kMaxClusterOfSequence = 8;
@@ -95,7 +98,7 @@ constexpr BackwardTiles backward_tiles() {
     if constexpr (kHeadDim == 64) return {32, 32, 4, 5, 1, 2, 2, 2, {2, true}};
     if constexpr (kHeadDim == 128) return {32, 32, 4, 3, 1, 2, 2, 2, {2, true}};
     return {32, 32, 4, 2, 1, 2, 2, 2, {2, true}};
-  } else if constexpr (kTiling == Tiling::kUpTo64) {
+  } else if constexpr (kTiling == Tiling::kUpTo64 || kTiling == Tiling::kCluster) {
     if constexpr (kHeadDim == 32) return {64, 64, 4, 3, 1, 4, 4, 4, {2, true}};
     if constexpr (kHeadDim == 64) return {64, 64, 4, 3, 1, 4, 4, 4, {2, true}};
     if constexpr (kHeadDim == 128) return {64, 64, 4, 2, 1, 2, 4, 4, {1, true}};
