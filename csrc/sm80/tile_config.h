@@ -17,8 +17,7 @@ constexpr int kSmallMemory = 99 * 1024;
 // needs no work list, so no kernel runs before it. Blocks are small, so that many of them hide each
 // other's latency. Most blocks have all keys in one tile. In the backward, kUpTo64 is also for many
 // sequences of up to 128 tokens, with two tiles of keys, and kCluster has a cluster of blocks for a
-// sequence. It is a form of its own because a kernel with instructions for clusters takes 1 to 2 us
-// longer, also if it is launched without them.
+// sequence. In one form for both, calls of up to 64 tokens took 0.7 to 1.5 us longer on an H200.
 enum class Tiling { kLarge, kSmallMemory, kUpTo32, kUpTo64, kUpTo512, kCluster };
 
 // The most blocks of a cluster for a sequence in the backward; larger clusters are not portable.

@@ -18,6 +18,7 @@ from hstu_attn import Mask, hstu_attention
 from hstu_attn.testing import MASK_NAMES, check_against_reference, make_batch, make_lengths, run
 from tests.helpers.cuda_checks import DENSE_BIASES, DTYPES, check, random_dout
 from tests.helpers.head_dims import HEAD_DIMS
+from tests.helpers.small_batches import check_small_batch
 
 pytestmark = pytest.mark.gpu
 
@@ -86,7 +87,9 @@ def test_clusters_of_blocks(dim, longest, mask):
     rows = [longest, 0, 1, 40, 1, 129]
     options = {"dim": dim, "dtype": DTYPES[1], "device": "cuda"}
     batch = make_batch(lengths, rows, mask=mask, bias="rab", **options)
-    check(batch)
+    check_small_batch(hstu_attention, batch)
+    if os.environ["HSTU_ATTN_FORCE_ARCH"] == "90":
+        return  # sm90 adds to dQ in any order
     dout = random_dout(batch)
     first = run(hstu_attention, batch, dout)
     for _ in range(3):
