@@ -105,6 +105,17 @@ struct Backward {
   static_assert(kTiling != Tiling::kSmallMemory || sizeof(SharedMemory) <= kSmallMemory,
                 "the small form fits on every GPU");
 
+  // The blocks for which __launch_bounds__ leaves registers. Compute capability 8.0 has 164 KB of
+  // shared memory, in which fewer of some forms find room.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr int kBlocksByMemory = 164 * 1024 / (sizeof(SharedMemory) + kReservedMemory);
+  static constexpr int kBoundedBlocks = kBlocksByMemory < 1              ? 1
+                                        : kBlocksByMemory < kBlocksPerSm ? kBlocksByMemory
+                                                                         : kBlocksPerSm;
+#else
+  static constexpr int kBoundedBlocks = kBlocksPerSm;
+#endif
+
   static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
                               SharedMemory& smem) {
     Queue queue = make_queue(params, buffers, smem);
@@ -518,7 +529,7 @@ struct Backward {
 };
 
 template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBoundedBlocks)
     run_backward(const __grid_constant__ BackwardParams params,
                  const __grid_constant__ BackwardBuffers buffers) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
