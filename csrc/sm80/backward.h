@@ -24,7 +24,8 @@ struct BackwardBuffers {
   WorkList list;
   int heads_per_work_tile;
   float* dq;              // [row tiles, H, rows * head dim] in the order of DeviceSum; zeroed.
-                          // Short sequences: not zeroed, and null if each has one tile of keys
+                          // Short sequences: not zeroed, null if each has one tile of keys, and in
+                          // a cluster with ClusterSums::places() for each row tile and head
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to the tile's dQ; null: any order
   int* dq_semaphore;      // [row tiles, H]: how many key tiles have added; zeroed; null: any order
   DenseBias drab;         // where dS is summed over heads: fp32 workspace, or params.drab
@@ -104,6 +105,7 @@ struct Backward {
                 "the blocks that registers allow find room on compute capability 9.0");
   static_assert(kTiling != Tiling::kSmallMemory || sizeof(SharedMemory) <= kSmallMemory,
                 "the small form fits on every GPU");
+  static_assert(kWarps > 1, "warp 0 fills the map while warp 1 describes the work tile");
 
   // The blocks for which __launch_bounds__ leaves registers. Compute capability 8.0 has 164 KB of
   // shared memory, in which fewer of some forms find room.
@@ -251,7 +253,7 @@ struct Backward {
                     last_row_tile(), 0, smem);
       ptx::cp_async_commit();
     }
-    if (threadIdx.x == 32) describe(params, buffers, work, head, smem);  // warp 0 fills the map
+    if (threadIdx.x == 32) describe(params, buffers, work, head, smem);
     fill_map(params, buffers, queue, head, smem);
     __syncthreads();
     if constexpr (kIsClusterOfSequence) {

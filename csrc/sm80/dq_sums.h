@@ -61,9 +61,10 @@ HSTU_DEVICE void add_to_total(Sum& dq, float* total, const SequenceTile& work) {
   }
 }
 
-// dQ of a sequence whose key tiles are processed by the blocks of a cluster, one by each. Block n
-// sums dQ of row tile n, the last one that it processes: it adds what the other blocks have stored
-// in device memory, in their order. kSize is the number of elements of a tile of dQ.
+// dQ of a sequence whose key tiles are processed by the blocks of a cluster, one tile by each.
+// Block n sums dQ of row tile n, the last one that it processes: it adds the parts that the other
+// blocks have stored in device memory, in the order of the blocks. kSize is the number of elements
+// of a tile of dQ.
 template <int kSize, typename Sum, int kThreads>
 struct ClusterSums {
   struct SharedMemory {
