@@ -375,28 +375,6 @@ HSTU_DEVICE float4 ld_shared_cluster_v4(uint32_t address) {
 
 // --- blocks of a cluster, which need compute capability 9.0
 
-HSTU_DEVICE void cluster_arrive() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-HSTU_DEVICE void cluster_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// Initializes an mbarrier for `count` arrivals from any block of the cluster. Other blocks may use
-// it after a barrier of the cluster.
-HSTU_DEVICE void mbarrier_init(uint64_t* barrier, int count) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
-               : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-
 // Stores `value` at the address of `word` in block `rank` of the cluster, and then arrives at that
 // block's `barrier`. The block sees there what this block has written before, also in device
 // memory.

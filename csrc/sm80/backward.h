@@ -47,7 +47,7 @@ struct Backward {
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
   // For short sequences, this kernel stores dQ itself, without convert_dq().
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
-  // Finds what the mask shows of a tile while the tile is copied, where registers can keep it.
+  // Looks up the mask of a tile while the tile is copied, where registers can keep it.
   static constexpr bool kMasksEarly = kIsShort && kHeadDim != 128;
   static_assert(!kMasksEarly || kKeys <= 64, "a word has a bit for each key");
   // The blocks of a sequence and head are a cluster.

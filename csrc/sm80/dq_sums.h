@@ -1,6 +1,10 @@
 // Sums of dQ over the key tiles of a sequence, in fp32 and in device memory.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
 #include "../common/ptx.h"
 #include "../scheduler/work_list.h"
 #include "tile_config.h"
@@ -81,17 +85,18 @@ struct ClusterSums {
   static HSTU_DEVICE void start(const Queue& queue, SharedMemory& smem) {
     if (threadIdx.x == 0) {
       const int key_tiles = ceil_div(queue.tile().sequence.k_len, kKeys);
-      ptx::mbarrier_init(&smem.barrier, max(key_tiles - 1, 1));
+      cutlass::arch::ClusterBarrier::init(&smem.barrier, max(key_tiles - 1, 1));
+      cutlass::arch::fence_barrier_init();
     }
     __syncwarp();
-    ptx::cluster_arrive();
+    cute::cluster_arrive();
     // The blocks that share the sequence wait in hand_over_nothing().
-    if (!queue.is_shared() || !queue.has_work()) ptx::cluster_wait();
+    if (!queue.is_shared() || !queue.has_work()) cute::cluster_wait();
   }
 
   // Tells the blocks of row tiles that this block's keys do not see that it has no part of them.
   static HSTU_DEVICE void hand_over_nothing(int key_tile, const TileMap& map, SharedMemory& smem) {
-    ptx::cluster_wait();  // all barriers are ready
+    cute::cluster_wait();  // all barriers are ready
     const int m = static_cast<int>(threadIdx.x);
     if (m < map.count && m != key_tile && !map.contains(m)) {
       ptx::st_and_arrive(m, smem.has_part + key_tile, false, &smem.barrier);

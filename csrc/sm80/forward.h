@@ -28,7 +28,7 @@ struct Forward {
   static constexpr bool kBeginsUnlisted = false;
   static constexpr bool kWaitsForMemory = false;
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
-  // Finds what the mask shows of a tile while the tile is copied.
+  // Looks up the mask of a tile while the tile is copied.
   static constexpr bool kMasksEarly = kIsShort;
   static_assert(!kMasksEarly || kKeys <= 64, "a word has a bit for each key");
   // K and V are double-buffered, unless one tile has all keys.

@@ -34,8 +34,8 @@ struct ScoreTile {
   static HSTU_DEVICE int row_offset(int m) { return Mma::row_offset(m / 2) + m % 2 * 8; }
   static HSTU_DEVICE int key_offset(int n) { return Order::key(Mma::column_offset(n / 2) + n % 2); }
 
-  // What the mask shows of one of the warp's rows, in the tile that begins with row r0 and key k0:
-  // a bit for each of 64 keys, from key 64 * word of the warp on.
+  // Returns which keys a row sees in the tile that begins with row r0 and key k0: bit n is set if
+  // it sees key 64 * word + n of the warp's keys. Each lane has one of the warp's rows.
   HSTU_DEVICE uint64_t visible_keys(const Mask& mask, int q_len, int r0, int k0, int word) const {
     static_assert(kThreadRows == 2 || kThreadRows == 4, "a warp has 16 or 32 rows");
     // NOTE: with bounded_thread_idx(), the backward for head dim 128 would spill.
