@@ -42,7 +42,12 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
     if (is_given_by_row(params.mask)) {
       list.summaries = workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
     } else if (Form::kBeginsUnlisted) {
-      list.unlisted = static_cast<int>(resident_blocks<Form>(launch) / params.heads);
+      // NOTE: the first row tiles of a long causal sequence are its cheapest. They stay in the
+      // list, where they come last and let blocks end at the same time.
+      const int count = static_cast<int>(resident_blocks<Form>(launch) / params.heads);
+      const bool is_long = 2 * ceil_div(batch.max_seqlen_q, Form::kRows) > 3 * count;
+      const int begin = is_long ? std::max(list.capacity - count, 0) : 0;
+      list.unlisted = {begin, begin + count};
     }
   }
   list.work_per_tile = work_per_tile;

@@ -77,6 +77,7 @@ template <bool kByKeys, typename Visit>
 __device__ void for_each_tile(const PrepareParams& params, int group, Visit visit) {
   const int lane = threadIdx.x % 32 % group;
   const int groups = kThreads / group;
+  const Interval unlisted = params.list.unlisted;
   for (int first = 0; first < params.batch.batch; first += groups) {
     const int b = first + static_cast<int>(threadIdx.x) / group;
     const bool real = b < params.batch.batch;
@@ -85,12 +86,14 @@ __device__ void for_each_tile(const PrepareParams& params, int group, Visit visi
     const int size = kByKeys ? params.tile_keys : params.tile_rows;
     const int count = ceil_div(kByKeys ? sequence.k_len : sequence.q_len, size);
     const int64_t begin = kByKeys ? sequence.k_begin : sequence.q_begin;
-    const int64_t listed = params.list.unlisted - first_tile(begin, b, size);
+    const int64_t first_number = first_tile(begin, b, size);
     const int rounds = __reduce_max_sync(0xffffffff, ceil_div(count, group));
     int largest = 0;
     for (int round = rounds - 1; round >= 0; --round) {
       const int tile = round * group + lane;
-      const bool active = tile < count && tile >= listed;
+      const int64_t number = first_number + tile;
+      const bool is_unlisted = unlisted.begin <= number && number < unlisted.end;
+      const bool active = tile < count && !is_unlisted;
       int cost = active ? tile_cost<kByKeys>(params, sequence, mask, tile) : 0;
       if constexpr (kByKeys) {
         cost = max(cost, largest);

@@ -49,7 +49,7 @@ struct WorkList {
   // last tile of each sequence comes first, then the one before it, and so on.
   int sequence_tiles = 0;
   int work_per_tile = 1;  // work tiles of each listed tile
-  int unlisted = 0;       // how many of the first tiles are not listed: blocks begin with them
+  Interval unlisted;      // the numbers of tiles that are not listed: blocks begin with them
   SpanSummaries summaries;
 
   // Classifies tile n of keys for tile m of rows.

@@ -106,6 +106,13 @@ struct E4m3Keys : PackedKeys {
     HSTU_DEVICE void load(const ForwardParams& params, const typename Traits::Maps&,
                           typename Traits::SharedMemory& smem,
                           const typename Traits::WorkTile& work_tile) {
+      if constexpr (!Traits::kFindsFactorsFirst) find_factors(params, smem, work_tile);
+      smem.pipeline_q.producer_commit_by_warp(state);
+      state.advance();
+    }
+
+    HSTU_DEVICE void find_factors(const ForwardParams& params, typename Traits::SharedMemory& smem,
+                                  const typename Traits::WorkTile& work_tile) {
       auto& factors = smem.work_tiles[&work_tile - smem.work_tiles].row_factors;
       start_copy(params, work_tile, factors);
       const BlockDescales largest = find_largest(params, work_tile);
@@ -120,8 +127,6 @@ struct E4m3Keys : PackedKeys {
         factors[n] = {0.5f * alpha * copied.score, 0.5f * alpha * copied.mean, scale / largest.v,
                       largest.v / scale};
       }
-      smem.pipeline_q.producer_commit_by_warp(state);
-      state.advance();
     }
 
    private:

@@ -1,6 +1,6 @@
 // The fused forward: O = (M * silu(alpha * (Q K^T + bias)) * scale) V.
 //
-// A work tile is a tile of rows of one head, 64 rows for each of one to three consumer warpgroups.
+// A work tile is a tile of rows of one head, 64 rows for each of one to four consumer warpgroups.
 // The producer warpgroup schedules work tiles and copies Q, K and V by TMA; consumers multiply by
 // wgmma. To read:
 //

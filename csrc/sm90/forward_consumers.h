@@ -32,11 +32,11 @@ struct ForwardConsumer {
           std::is_same_v<typename Traits::ScoreSum, float>, E4m3Weights<Traits, Scores>,
           std::conditional_t<Traits::kTransposesValues, PagedE4m3Weights<Traits, Scores>,
                              HalfE4m3Weights<Traits, Scores>>>>;
-  using Promotion =
-      std::conditional_t<!Traits::kIsFp8, NoPromotion,
-                         std::conditional_t<Traits::kPromotesInRegisters,
-                                            RegisterPromotion<Out, Traits::kPromotedTiles>,
-                                            WorkspacePromotion<Out, Traits::kPromotedTiles>>>;
+  using Promotion = std::conditional_t<
+      !Traits::kIsFp8, NoPromotion,
+      std::conditional_t<
+          Traits::kPromotesInRegisters, RegisterPromotion<Out, Traits::kPromotedTiles>,
+          MemoryPromotion<Out, Traits::kPromotedTiles, Traits::kTiles.total_columns>>>;
 
   const ForwardParams& params;
   const SchedulerMetadata& metadata;
@@ -50,8 +50,10 @@ struct ForwardConsumer {
   typename Bias::template Consumer<Traits> bias{params};
   Scores scores;  // S, then P
   Out out;
-  Promotion promotion{metadata.totals,
-                      static_cast<int>(blockIdx.x) * Traits::kConsumers + warpgroup};
+  Promotion promotion{
+      smem.totals + warpgroup * kWarpgroupRows * Traits::kTiles.total_columns,
+      metadata.totals +
+          (static_cast<int>(blockIdx.x) * Traits::kConsumers + warpgroup) * Traits::kGlobalTotals};
   GMMA::ScaleOut out_scale = GMMA::ScaleOut::Zero;
   Weights weights;  // P, rounded and masked
   KeyTile tile;     // the key tile of `scores`

@@ -60,6 +60,7 @@ class ForwardProducer {
       const Sequence& sequence = work_tile.tile.sequence;
       const RaggedRows rows{sequence.q_begin, sequence.q_len, work_tile.head};
       const int first = work_tile.tile.index * Traits::kRows;
+      if constexpr (Traits::kFindsFactorsFirst) loader.find_factors(params, smem, work_tile);
       if (threadIdx.x == 32) {
         smem.pipeline_q.producer_acquire(state);
         copy_rows<Traits::kRows, Traits::kHeadDim, kWarpgroupRows>(

@@ -26,7 +26,7 @@ struct SchedulerMetadata {
   // The workspace of SplitKVReduction::kGlobalMemory. Row tiles are counted as by first_tile().
   float* partial_out = nullptr;  // [row tiles, H, warpgroups, num_splits, 64 * head dim]
   int* arrived = nullptr;        // [row tiles, H, warpgroups]: how many splits have stored; zeroed
-  float* totals = nullptr;       // [blocks, warpgroups, 64 * head dim], of WorkspacePromotion
+  float* totals = nullptr;       // [blocks, warpgroups, kGlobalTotals]; null if nothing needs it
 };
 
 // Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h, E4m3Keys or E4m3PagedKeys;
@@ -75,6 +75,9 @@ struct ForwardTraits {
   static constexpr int kPromotedTiles = 1024 / kKeys;  // key tiles between two promotions of O
   static constexpr bool kPromotesInRegisters =
       kHeadDim == 128 && kConsumers == 2 && !kHasBias && !Source::kIsPaged;
+  // Floats of device memory that the totals of a warpgroup take, see MemoryPromotion.
+  static constexpr int kGlobalTotals =
+      kIsFp8 && !kPromotesInRegisters ? kWarpgroupRows * (kHeadDim - kTiles.total_columns) : 0;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr bool kHasConverter = Source::kIsQuantized;
   static constexpr int kWarpgroups = 1 + kConsumers + kHasConverter;
@@ -214,6 +217,9 @@ struct ForwardTraits {
 
   using Scales = std::conditional_t<kTransposesValues, float[2][kHalfKeys], float[kKeys]>;
   static constexpr bool kHasBlockDescales = kIsFp8 && !kTransposesValues;
+  // With one stage of Q, the warp that copies Q finds the factors of a work tile's rows while
+  // consumers still read the Q before.
+  static constexpr bool kFindsFactorsFirst = kHasBlockDescales && QState::kStages == 1;
 
   // Five invariants hold between the producer's warps and the consumer warpgroups:
   //
@@ -244,6 +250,7 @@ struct ForwardTraits {
     // products are in e4m3, it holds half of the rows of V, and the scales of K and V.
     alignas(1024) uint8_t bytes[kTiles.byte_stages][kKeys * kHeadDim >> kTransposesValues];
     alignas(16) Scales scales[kTiles.byte_stages];
+    alignas(16) float totals[kConsumers * kWarpgroupRows * kTiles.total_columns];  // of promotions
     WorkTile work_tiles[WorkState::kStages];
     KeyTile key_tiles[KVState::kStages];
     BlockDescales block_descales[kHasBlockDescales ? KVState::kStages : 0];

@@ -76,7 +76,7 @@ struct E4m3BackwardLauncher {
       buffers.dq_semaphore = is_ordered ? workspace.take<int>(dq_tiles) : nullptr;
       zeros_end = workspace.used();
       buffers.totals = workspace.take<float>(resident_blocks<Form>(launch) * Form::kConsumers * 2 *
-                                             (kWarpgroupRows * Form::kColumns));
+                                             Form::kGlobalTotals);
       take_quantized(params);
     }
 

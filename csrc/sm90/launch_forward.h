@@ -152,12 +152,11 @@ class ForwardLauncher {
     return metadata;
   }
 
-  // Takes the totals of WorkspacePromotion for `blocks` blocks.
+  // Takes the totals of MemoryPromotion for `blocks` blocks.
   template <typename Form>
   static void take_totals(Workspace& workspace, int64_t blocks, SchedulerMetadata& metadata) {
-    if constexpr (Form::kIsFp8 && !Form::kPromotesInRegisters) {
-      metadata.totals =
-          workspace.take<float>(blocks * Form::kConsumers * kWarpgroupRows * kHeadDim);
+    if constexpr (Form::kGlobalTotals > 0) {
+      metadata.totals = workspace.take<float>(blocks * Form::kConsumers * Form::kGlobalTotals);
     }
   }
 

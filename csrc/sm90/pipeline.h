@@ -109,7 +109,7 @@ HSTU_DEVICE Tile read_by_warp(const Tile& tile) {
 // NOTE: CUTLASS reserves ids from 1 on for its collectives, none of which is used here. With
 // kWarpSchedulerWG0 = 1, the id of a consumer is the warpgroup's index in the block, which is in a
 // register anyway.
-enum class NamedBarriers : int { kWarpSchedulerWG0 = 1, kConsumers = 4, kWarpgroupWG0 = 5 };
+enum class NamedBarriers : int { kWarpSchedulerWG0 = 1, kConsumers = 5, kWarpgroupWG0 = 6 };
 
 HSTU_DEVICE auto barrier_id(NamedBarriers first, int warpgroup = 0) {
   return static_cast<cutlass::arch::ReservedNamedBarriers>(static_cast<int>(first) + warpgroup);

@@ -8,7 +8,7 @@ namespace hstu::sm90 {
 
 // The accumulators of 16-bit products are fp32.
 struct NoPromotion {
-  HSTU_DEVICE NoPromotion(float*, int) {}
+  HSTU_DEVICE NoPromotion(float*, float*) {}
   template <typename Out>
   HSTU_DEVICE bool add_if_due(Out&) {
     return false;
@@ -23,7 +23,7 @@ struct RegisterPromotion {
   Out total;
   int tiles = 0;  // since the last promotion
 
-  HSTU_DEVICE RegisterPromotion(float*, int) { clear(total); }
+  HSTU_DEVICE RegisterPromotion(float*, float*) { clear(total); }
 
   // Called after each tile but the last one of a work tile. If true, the sum has been added, and
   // the next products begin with 0.
@@ -49,28 +49,90 @@ struct RegisterPromotion {
   }
 };
 
-// The total is in device memory, where each consumer warpgroup of a block has its own. It stays in
-// the L2 cache. `index` is the number of the total.
-template <typename Out, int kTiles>
-struct WorkspacePromotion {
-  float* const total;
-  int tiles = 0;  // of the work tile
+// The total of the first kSharedColumns columns of O is in shared memory, that of the others in
+// device memory, where it stays in the L2 cache. Both are in the order of store_partial(), and each
+// thread reads what it has written itself.
+// NOTE: the next P V waits until the registers have been read. An addition in device memory takes
+// several times as long as one in shared memory.
+template <typename Out, int kTiles, int kSharedColumns>
+class MemoryPromotion {
+  static constexpr int kSize = decltype(size(Out{}))::value;
+  static constexpr int kShared = kSharedColumns / 2;  // registers of a thread
+  static constexpr int kGlobal = kSize - kShared;
+  // Registers that finish() loads from device memory at once.
+  static constexpr int kAtOnce = kShared == 0 ? 16 : kGlobal > 56 ? kGlobal / 2 : kGlobal;
+  static_assert(kShared % 4 == 0);
+  static_assert(kGlobal == 0 || (kAtOnce % 4 == 0 && kGlobal % kAtOnce == 0));
 
-  HSTU_DEVICE WorkspacePromotion(float* totals, int index)
-      : total(totals + index * (size(Out{}) * kWarpgroup)) {}
+ public:
+  // `shared` and `global` are the totals of the warpgroup.
+  HSTU_DEVICE MemoryPromotion(float* shared, float* global) : shared_(shared), global_(global) {}
 
+  // As RegisterPromotion::add_if_due().
   HSTU_DEVICE bool add_if_due(Out& out) {
-    if (++tiles % kTiles != 0) return false;
-    if (tiles == kTiles) {
-      store_partial(out, total);
+    if (++tiles_ % kTiles != 0) return false;
+    const int thread = reload_thread_idx() % kWarpgroup * 4;
+    float* const shared = shared_ + thread;
+    float* const global = global_ + thread;
+    if (tiles_ == kTiles) {
+#pragma unroll
+      for (int n = kShared; n < kSize; n += 4) store(global + (n - kShared) * kWarpgroup, out, n);
+#pragma unroll
+      for (int n = 0; n < kShared; n += 4) store(shared + n * kWarpgroup, out, n);
     } else {
-      add_to_partial(out, total);
+#pragma unroll
+      for (int n = kShared; n < kSize; n += 4) {
+        ptx::red_add_v4(global + (n - kShared) * kWarpgroup, out(n), out(n + 1), out(n + 2),
+                        out(n + 3));
+      }
+#pragma unroll
+      for (int n = 0; n < kShared; n += 4) {
+        add(*reinterpret_cast<const float4*>(shared + n * kWarpgroup), out, n);
+        store(shared + n * kWarpgroup, out, n);
+      }
     }
     return true;
   }
+  // As RegisterPromotion::finish().
   HSTU_DEVICE void finish(Out& out) {
-    if (tiles >= kTiles) add_partial<16>(total, out);
-    tiles = 0;
+    const bool has_total = tiles_ >= kTiles;
+    tiles_ = 0;
+    if (!has_total) return;
+    const int thread = reload_thread_idx() % kWarpgroup * 4;
+    if constexpr (kGlobal > 0) {
+#pragma unroll
+      for (int first = kShared; first < kSize; first += kAtOnce) {
+        float4 loaded[kAtOnce / 4];
+#pragma unroll
+        for (int n = 0; n < kAtOnce; n += 4) {
+          // NOTE: red_add_v4() has written to the L2 cache, so it must not come from the L1 cache.
+          loaded[n / 4] = __ldcg(reinterpret_cast<const float4*>(
+              global_ + thread + (first - kShared + n) * kWarpgroup));
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; n += 4) add(loaded[n / 4], out, first + n);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kShared; n += 4) {
+      add(*reinterpret_cast<const float4*>(shared_ + thread + n * kWarpgroup), out, n);
+    }
+  }
+
+ private:
+  float* const shared_;
+  float* const global_;
+  int tiles_ = 0;  // of the work tile
+
+  // out[n, n + 4) += part
+  static HSTU_DEVICE void add(const float4& part, Out& out, int n) {
+    out(n) += part.x;
+    out(n + 1) += part.y;
+    out(n + 2) += part.z;
+    out(n + 3) += part.w;
+  }
+  static HSTU_DEVICE void store(float* to, const Out& out, int n) {
+    *reinterpret_cast<float4*>(to) = {out(n), out(n + 1), out(n + 2), out(n + 3)};
   }
 };
 

@@ -12,12 +12,13 @@ constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // rows of a wgmma
 
 struct ForwardTiles {
-  int consumers;        // warpgroups, with 64 rows each
-  int keys;             // of a tile of scores
-  int query_stages;     // of Q; with 2, Q of the next work tile is copied early
-  int key_stages;       // of K and V
-  int bias_stages = 2;  // of a dense bias
-  int byte_stages = 0;  // of the bytes of K or V from e4m3 pages
+  int consumers;          // warpgroups, with 64 rows each
+  int keys;               // of a tile of scores
+  int query_stages;       // of Q; with 2, Q of the next work tile is copied early
+  int key_stages;         // of K and V
+  int bias_stages = 2;    // of a dense bias
+  int byte_stages = 0;    // of the bytes of K or V from e4m3 pages
+  int total_columns = 0;  // of O whose fp32 totals are in shared memory, see promotion.h
 };
 
 // Registers per thread, which setmaxnreg moves from the producer to the consumers.
@@ -108,19 +109,30 @@ constexpr ForwardTiles small_forward_tiles() {
 template <int kHeadDim, bool kHasHalfSums, bool kHasBias>
 constexpr ForwardTiles fp8_tiles() {
   if constexpr (kHeadDim == 64) {
-    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = kHasBias ? 5 : 8};
-  } else if constexpr (kHeadDim == 128) {
-    // S in fp16 takes 32 registers less.
-    return {.consumers = kHasHalfSums ? 3 : 2,
+    if constexpr (kHasBias) {
+      return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 5};
+    }
+    // S in fp16 takes 32 registers less, which lets a fourth consumer fit.
+    return {.consumers = kHasHalfSums ? 4 : 3,
             .keys = 128,
             .query_stages = 2,
-            .key_stages = kHasBias ? 3 : 4};
+            .key_stages = kHasHalfSums ? 5 : 8,
+            .total_columns = 64};
+  } else if constexpr (kHeadDim == 128) {
+    // The totals of three consumers take the memory of two stages.
+    if constexpr (kHasHalfSums) {
+      return {
+          .consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 2, .total_columns = 128};
+    }
+    return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = kHasBias ? 3 : 4};
   } else if constexpr (kHeadDim == 256) {
+    // Totals are worth more than a second stage of Q.
     return {.consumers = 2,
             .keys = 128,
-            .query_stages = kHasBias ? 1 : 2,
+            .query_stages = 1,
             .key_stages = 2,
-            .bias_stages = 1};
+            .bias_stages = 1,
+            .total_columns = kHasBias ? 0 : 112};
   } else {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
@@ -148,6 +160,7 @@ constexpr Registers fp8_paged_registers(int head_dim) {
 
 constexpr Registers fp8_registers(int head_dim, int consumers, bool has_time_bias) {
   if (has_time_bias && consumers == 3) return {.producer = 56, .consumer = 152};
+  if (consumers == 4) return {.producer = 32, .consumer = 112};
   if (head_dim == 256) return {.producer = 24, .consumer = 240};
   if (consumers == 2) return {.producer = 40, .consumer = 232};
   return {.producer = 32, .consumer = 160};
@@ -155,7 +168,9 @@ constexpr Registers fp8_registers(int head_dim, int consumers, bool has_time_bia
 
 // Returns how many of each 4 pairs of fp16 scores get their tanh from a polynomial on the FMA
 // units, while the MUFU units compute the tanh of the others.
-constexpr int fp8_polynomial_quarters(int head_dim) { return head_dim == 256 ? 0 : 1; }
+constexpr int fp8_polynomial_quarters(int head_dim, bool is_paged) {
+  return is_paged && head_dim == 256 ? 0 : 1;
+}
 
 // Sizes of the clusters whose blocks divide the keys of a tile of rows, with a paged cache. 8 is
 // the largest size that every GPU supports.
@@ -175,6 +190,8 @@ constexpr int kBackwardRows = 64;
 // In e4m3, the rows after which dK and dV are added to totals in fp32: see promotion.h. With half
 // as many the backward takes some percent longer.
 constexpr int kPromotedRows = 2048;
+// Columns of dK, and of dV, whose totals are in shared memory: as many as fit into it.
+constexpr int fp8_backward_total_columns(int head_dim) { return head_dim == 128 ? 24 : 0; }
 
 // Splits the registers of the backward. A producer that computes masks needs up to 88 of them.
 // Otherwise accumulators and scores take all that a consumer can have, and producers get the least

@@ -4,8 +4,8 @@
 //   no list      each block (or cluster) has one work tile, numbered by blockIdx; or, for short
 //                sequences, every gridDim-th work tile (WorkList::sequence_tiles)
 //   list         a block begins with the work tile of its number, and takes the next one by an
-//                atomic counter. The first row tiles of the batch are not listed, so that blocks
-//                begin before prepare_scheduler() has written the list
+//                atomic counter. Some row tiles of the batch are not listed (WorkList::unlisted),
+//                so that blocks begin before prepare_scheduler() has written the list
 //   split-KV     the list is processed once per split: the first splits of all row tiles come first
 //   cluster      there is no list, and each block of a cluster has one split of its work tile
 #pragma once
@@ -121,7 +121,8 @@ class TileScheduler {
     const int split = Traits::kIsSplitByList ? work_index / work_tiles : 0;
     const int index = Traits::kIsSplitByList ? work_index - split * work_tiles : work_index;
     const int tile = index / params.heads;
-    const bool is_listed = list.tiles && tile >= list.unlisted;
+    const int unlisted = list.unlisted.end - list.unlisted.begin;
+    const bool is_listed = list.tiles && tile >= unlisted;
     bool exists =
         Traits::kIsSplitByList ? split < split_kv.num_splits : work_index != Traits::kNoWorkIndex;
     const bool is_by_sequence =
@@ -129,7 +130,8 @@ class TileScheduler {
     if (is_by_sequence) {
       exists = work_index < work_tiles;
     } else if (exists && !is_listed) {
-      const bool has_rows = Source::template find_row_tile<kRows>(params, tile, work_tile);
+      const bool has_rows =
+          Source::template find_row_tile<kRows>(params, list.unlisted.begin + tile, work_tile);
       exists = has_rows || list.tiles != nullptr;
     }
     if (threadIdx.x != 0) return;
@@ -142,8 +144,8 @@ class TileScheduler {
       Source::find_pages(params, work_tile);
     } else if (exists && is_listed) {
       wait_for_previous_kernel();
-      const bool has_rows = tile - list.unlisted < *list.count;
-      work_tile.tile = has_rows ? list.tiles[tile - list.unlisted] : SequenceTile{};
+      const bool has_rows = tile - unlisted < *list.count;
+      work_tile.tile = has_rows ? list.tiles[tile - unlisted] : SequenceTile{};
       exists = has_rows || (Traits::kIsSplitByList && split + 1 < split_kv.num_splits);
       // The rest of this split has no rows either: go on with the next split.
       if (!has_rows && exists) atomicMax(list.next, (split + 1) * work_tiles - reload_grid_dim());

@@ -144,7 +144,8 @@ struct SaturatedTanh {
 template <typename Traits, typename Scores>
 struct HalfE4m3Fragment : E4m3Fragment<Traits> {
   using E4m3Fragment<Traits>::fragment;
-  static constexpr int kQuarters = fp8_polynomial_quarters(Traits::kHeadDim);
+  static constexpr int kQuarters =
+      fp8_polynomial_quarters(Traits::kHeadDim, Traits::Source::kIsPaged);
 
   // The order is that of E4m3Weights::round().
   HSTU_DEVICE void round(const Scores& scores) {

@@ -21,6 +21,7 @@ from hstu_attn.testing import (
     make_lengths,
     make_mask,
     offsets,
+    poisoned_memory,
     run,
 )
 from tests.helpers import raw_ops
@@ -304,6 +305,20 @@ def test_with_and_without_a_list_of_work(mask, bias):
     assert out[:280].any()
     for begin, end in ((280, 300), (429, 430), (431, 494)):
         assert not out[begin:end].any()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 11])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_the_first_work_tile_of_a_block(dim, blocks):
+    """It is not in the list: it is one of the last row tiles of the batch, or one of the first."""
+    batch = make_batch(
+        [1500, 0, 129, 700, 1], heads=1, dim=dim, device="cuda", dtype=DTYPES[0], mask="causal"
+    )
+    out = run(hstu_attention, batch)["out"]
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    with poisoned_memory("cuda"):
+        few = run(hstu_attention, batch, sm_margin=multiprocessors - blocks)["out"]
+    assert torch.equal(few, out)
 
 
 # ---------------------------------------------------------------------------------------------

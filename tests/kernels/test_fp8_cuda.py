@@ -136,6 +136,15 @@ def test_long_sums(hopper, dim, smooth_k):
     assert relative_error(on_gpu(batch), emulated) <= 5e-3
 
 
+@pytest.mark.parametrize("mode", [2, 3])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_sums_of_several_work_tiles(hopper, dim, mode):
+    """A block adds up O of one work tile after another, and promotes the sums of long ones."""
+    batch = make_batch([2100, 1300, 1700], heads=8, dim=dim, dtype=BF16, mask="causal")
+    batch.quantization = Quantization(mode)
+    assert_as_good_as_the_emulation(batch)
+
+
 @pytest.mark.parametrize("mode", [1, 2])
 @pytest.mark.parametrize(("sign", "alpha"), [(1, 0.5), (-1, 0.05)])
 @pytest.mark.parametrize(("dim", "code"), [(64, 108), (128, 76), (256, 54)])
