@@ -19,22 +19,12 @@ HSTU_DEVICE void store_partial(const Sum& sum, float* to) {
   }
 }
 
-// Adds to a partial O that the same threads have stored.
+// sum += the partial O of another split. Up to 64 values are in flight, because a load takes about
+// 1 us.
 template <typename Sum>
-HSTU_DEVICE void add_to_partial(const Sum& sum, float* to) {
-  to += reload_thread_idx() % kWarpgroup * 4;
-#pragma unroll
-  for (int n = 0; n < size(sum); n += 4) {
-    ptx::red_add_v4(to + n * kWarpgroup, sum(n), sum(n + 1), sum(n + 2), sum(n + 3));
-  }
-}
-
-// sum += the partial O of another split. kMaxAtOnce values are in flight, because a load takes
-// about 1 us.
-template <int kMaxAtOnce = 64, typename Sum>
 HSTU_DEVICE void add_partial(const float* from, Sum& sum) {
   constexpr int kSize = decltype(size(sum))::value;
-  constexpr int kAtOnce = smaller(kSize > 64 ? 32 : kSize, kMaxAtOnce);
+  constexpr int kAtOnce = kSize > 64 ? 32 : kSize;
   from += reload_thread_idx() % kWarpgroup * 4;
 #pragma unroll
   for (int first = 0; first < kSize; first += kAtOnce) {
