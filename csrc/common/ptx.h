@@ -278,10 +278,35 @@ HSTU_DEVICE uint32_t fma_sat_f16x2(uint32_t x, uint32_t y, uint32_t z) {
   asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
   return result;
 }
+// Half `half` of a word in both halves. An arithmetic instruction takes its operand from one half
+// of a register, so this takes none of its own.
+HSTU_DEVICE uint32_t broadcast_half(uint32_t x, int half) {
+  uint32_t result;
+  if (half == 0) {
+    asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};}"
+        : "=r"(result)
+        : "r"(x));
+  } else {
+    asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};}"
+        : "=r"(result)
+        : "r"(x));
+  }
+  return result;
+}
 HSTU_DEVICE uint32_t tanh_approx_f16x2(uint32_t x) {
   uint32_t result;
   asm("tanh.approx.f16x2 %0, %1;" : "=r"(result) : "r"(x));
   return result;
+}
+
+// --- barriers in shared memory
+
+HSTU_DEVICE void mbarrier_arrive_if(const void* barrier, bool condition) {
+  asm volatile(
+      "{.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(
+          shared_address(barrier)),
+      "r"(static_cast<uint32_t>(condition))
+      : "memory");
 }
 
 // --- asynchronous copies from device to shared memory

@@ -38,12 +38,12 @@ struct BackwardE4m3Consumers : BackwardConsumers<Traits> {
                               SharedMemory& smem, int warpgroup) {
     QState q_state;
     DqState dq_state;
-    using Promotion = MemoryPromotion<KeySum, kPromotedTiles, Traits::kTotalColumns>;
+    using KeyPromotion = Promotion<KeySum, kPromotedTiles, Traits::kTotals>;
     float* const totals =
         buffers.totals +
         (static_cast<int>(blockIdx.x) * Traits::kConsumers + warpgroup) * 2 * Traits::kGlobalTotals;
-    Promotion dk_promotion{smem.totals[warpgroup][0], totals};
-    Promotion dv_promotion{smem.totals[warpgroup][1], totals + Traits::kGlobalTotals};
+    KeyPromotion dk_promotion{smem.totals[warpgroup][0], totals};
+    KeyPromotion dv_promotion{smem.totals[warpgroup][1], totals + Traits::kGlobalTotals};
     for (WorkState work_state;; work_state.advance()) {
       smem.pipeline_work.consumer_wait(work_state);
       const WorkTile& work_tile = smem.work_tiles[work_state.index()];

@@ -38,7 +38,7 @@ struct BackwardBuffers {
   // [row tiles, H, cluster size]: how many key tiles have added their dQ; zeroed; null: any order
   int* dq_semaphore;
   TableSums sums;  // for the gradients of a relative bias's tables; zeroed
-  float* totals;   // [blocks, warpgroups, 2, kGlobalTotals], of MemoryPromotion; e4m3 only
+  float* totals;   // [blocks, warpgroups, 2, kGlobalTotals], of Promotion; e4m3 only
 };
 
 // How the consumer warpgroups divide a work tile. With kAlternateSteps and kColumnHalves, each
@@ -170,11 +170,12 @@ struct BackwardTraits {
   static constexpr int kDqBuffers =
       kIsCluster ? 0 : ((kIsE4m3 || kIsDeterministic) && kHasRoomForDq ? 2 : 1);
 
+  // The totals of dK and of dV of a warpgroup, see Promotion, and the floats of device memory that
+  // either takes.
+  static constexpr TotalColumns kTotals = fp8_backward_totals(kHeadDim);
+  static constexpr int kGlobalTotals =
+      kWarpgroupRows * (kColumns - kTotals.shared - kTotals.registers);
   // Where shared memory has no room for two copies of the window, there is one.
-  // The totals of dK and of dV of a warpgroup, see MemoryPromotion: columns in shared memory, and
-  // floats in device memory.
-  static constexpr int kTotalColumns = kIsE4m3 ? fp8_backward_total_columns(kHeadDim) : 0;
-  static constexpr int kGlobalTotals = kWarpgroupRows * (kColumns - kTotalColumns);
   using PositionWindow = sm90::PositionWindow<kRows, kBlockKeys, kIsCluster ? 1 : 2>;
 
   // Shared memory of a warpgroup that computes a relative bias; see backward_bias.h.
@@ -205,7 +206,7 @@ struct BackwardTraits {
     alignas(1024) BiasElement bias[Bias::kHasTiles ? BiasState::kStages : 0][kRows * kBlockKeys];
     alignas(1024) Element zeros[kHasDenseBias ? kRows * 64 : 0];  // source of stores that zero drab
     alignas(1024) DqElement dq[kDqBuffers * Dq::kSize];
-    alignas(16) float totals[kIsE4m3 ? kConsumers : 0][2][kWarpgroupRows * kTotalColumns];
+    alignas(16) float totals[kIsE4m3 ? kConsumers : 0][2][kWarpgroupRows * kTotals.shared];
     RelativeBiasMemory relative_bias[kHasRelativeBias ? 1 : 0];
     // One bit per key. Where warpgroups share keys, each has its own copy.
     alignas(16) uint64_t visible[QState::kStages][kSharesKeys ? kConsumers : kKeyGroups][kRows];

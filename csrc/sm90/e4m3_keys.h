@@ -106,8 +106,10 @@ struct E4m3Keys : PackedKeys {
     HSTU_DEVICE void load(const ForwardParams& params, const typename Traits::Maps&,
                           typename Traits::SharedMemory& smem,
                           const typename Traits::WorkTile& work_tile) {
-      if constexpr (!Traits::kFindsFactorsFirst) find_factors(params, smem, work_tile);
-      smem.pipeline_q.producer_commit_by_warp(state);
+      if constexpr (!Traits::kFindsFactorsFirst) {
+        find_factors(params, smem, work_tile);
+        smem.pipeline_q[0].producer_commit_by_warp(state);
+      }
       state.advance();
     }
 

@@ -276,10 +276,10 @@ struct E4m3PagedKeys : PagedKeys {
       if (half == 0) {
         auto& to = smem.work_tiles[&work_tile - smem.work_tiles];
         find_factors(params, work_tile, to.largest_descales, to.row_factors);
-        smem.pipeline_q.producer_commit_by_warp(q_state);
+        smem.pipeline_q[0].producer_commit_by_warp(q_state);
       }
-      smem.pipeline_q.consumer_wait(q_state);  // for largest_descales; consumers release Q
-      compiler_barrier();                      // keeps the plain loads behind the wait
+      smem.pipeline_q[0].consumer_wait(q_state);  // for largest_descales; consumers release Q
+      compiler_barrier();                         // keeps the plain loads behind the wait
       q_state.advance();
       const float score = __fdividef(1, work_tile.largest_descales.k);
       const float weight =

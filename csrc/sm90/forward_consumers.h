@@ -32,11 +32,8 @@ struct ForwardConsumer {
           std::is_same_v<typename Traits::ScoreSum, float>, E4m3Weights<Traits, Scores>,
           std::conditional_t<Traits::kTransposesValues, PagedE4m3Weights<Traits, Scores>,
                              HalfE4m3Weights<Traits, Scores>>>>;
-  using Promotion = std::conditional_t<
-      !Traits::kIsFp8, NoPromotion,
-      std::conditional_t<
-          Traits::kPromotesInRegisters, RegisterPromotion<Out, Traits::kPromotedTiles>,
-          MemoryPromotion<Out, Traits::kPromotedTiles, Traits::kTiles.total_columns>>>;
+  using OutPromotion = std::conditional_t<
+      Traits::kIsFp8, Promotion<Out, Traits::kPromotedTiles, Traits::kTiles.totals>, NoPromotion>;
 
   const ForwardParams& params;
   const SchedulerMetadata& metadata;
@@ -50,13 +47,14 @@ struct ForwardConsumer {
   typename Bias::template Consumer<Traits> bias{params};
   Scores scores;  // S, then P
   Out out;
-  Promotion promotion{
-      smem.totals + warpgroup * kWarpgroupRows * Traits::kTiles.total_columns,
+  OutPromotion promotion{
+      smem.totals + warpgroup * kWarpgroupRows * Traits::kTiles.totals.shared,
       metadata.totals +
           (static_cast<int>(blockIdx.x) * Traits::kConsumers + warpgroup) * Traits::kGlobalTotals};
   GMMA::ScaleOut out_scale = GMMA::ScaleOut::Zero;
-  Weights weights;  // P, rounded and masked
-  KeyTile tile;     // the key tile of `scores`
+  Weights weights;                   // P, rounded and masked
+  KeyTile tile;                      // the key tile of `scores`
+  const RowFactors* rows = nullptr;  // of the work tile of `scores`, from the thread's first row on
 
   HSTU_DEVICE ForwardConsumer(const ForwardParams& params, const SchedulerMetadata& metadata,
                               typename Traits::SharedMemory& smem, int warpgroup)
@@ -71,6 +69,7 @@ struct ForwardConsumer {
     while (wait_for_work()) {
       smem.pipeline_k.consumer_wait(k_state);
       init_accumulator();
+      if constexpr (Traits::kReleasesEarly) read_tile();
       scheduler_barrier.sync();
       start_scores();
       scheduler_barrier.arrive();
@@ -90,6 +89,7 @@ struct ForwardConsumer {
         }
         consumer_wait(smem.pipeline_k, k_state, smem.pipeline_v, k_state.prev());
         init_accumulator();
+        if constexpr (Traits::kReleasesEarly) read_tile();
         scheduler_barrier.sync();
         start_scores();
         start_out(k_state.prev());
@@ -134,13 +134,18 @@ struct ForwardConsumer {
     return smem.work_tiles[state.index()];
   }
 
+  HSTU_DEVICE auto& pipeline_q() const {
+    return smem.pipeline_q[Traits::query_pipeline(warpgroup)];
+  }
+
   // Waits for the next work tile and its Q. False if there is none.
   HSTU_DEVICE bool wait_for_work() {
     smem.pipeline_work.consumer_wait(work_state);
     const WorkTile& work_tile = work_tile_at(work_state);
     if (work_tile.is_end() || (Traits::kIsSplitByCluster && work_tile.is_empty())) return false;
     if constexpr (Traits::kHasTimeBias) bias.enter(work_tile, warpgroup);
-    smem.pipeline_q.consumer_wait(q_state);
+    pipeline_q().consumer_wait(q_state);
+    if constexpr (Traits::kIsFp8) rows = work_tile.row_factors + Traits::row_of_thread(warpgroup);
     return true;
   }
 
@@ -157,17 +162,36 @@ struct ForwardConsumer {
     bias.init_accumulator(smem, warpgroup, k_state, scores);
   }
 
+  HSTU_DEVICE void read_tile() { tile = read_by_warp(smem.key_tiles[k_state.index()]); }
+
   // Issues S = Q K^T, added to the accumulator if it has been initialized.
   HSTU_DEVICE void start_scores() {
-    start_gemm(ScoreMma{},
-               rows_tensor<kWarpgroupRows, kHeadDim>(smem.q[q_state.index()][warpgroup]),
-               rows_tensor<kKeys, kHeadDim>(smem.k[k_state.index()]), scores, Traits::kScaleOut);
+    // NOTE: in 16 bits, offsets of descriptors gain nothing, and leave too few registers.
+    if constexpr (Traits::kIsFp8) {
+      constexpr int kQueryTiles = Traits::QState::kStages * Traits::kConsumers;
+      start_gemm_of_tiles(ScoreMma{},
+                          rows_tensors<kQueryTiles, kWarpgroupRows, kHeadDim>(smem.q[0][0]),
+                          q_state.index() * Traits::kConsumers + warpgroup,
+                          rows_tensors<KVState::kStages, kKeys, kHeadDim>(smem.k[0]),
+                          k_state.index(), scores, Traits::kScaleOut);
+    } else {
+      start_gemm(ScoreMma{},
+                 rows_tensor<kWarpgroupRows, kHeadDim>(smem.q[q_state.index()][warpgroup]),
+                 rows_tensor<kKeys, kHeadDim>(smem.k[k_state.index()]), scores, Traits::kScaleOut);
+    }
   }
 
   // Issues O += P V.
   HSTU_DEVICE void start_out(KVState state) {
-    start_gemm_registers(OutMma{}, weights.fragment, Weights::values(smem.v[state.index()]), out,
-                         out_scale);
+    if constexpr (Traits::kIsFp8) {
+      start_gemm_registers_of_tile(OutMma{}, weights.fragment,
+                                   rows_tensors<KVState::kStages, kHeadDim, kKeys>(smem.v[0]),
+                                   state.index(), out, out_scale);
+    } else {
+      start_gemm_registers(OutMma{}, weights.fragment,
+                           transposed_tensor<kKeys, kHeadDim>(smem.v[state.index()]), out,
+                           out_scale);
+    }
     out_scale = GMMA::ScaleOut::One;
   }
 
@@ -176,13 +200,13 @@ struct ForwardConsumer {
       smem.pipeline_v.consumer_wait(k_state);  // for key_factors
       compiler_barrier();
     }
-    return weights.load_factors(smem, work_tile_at(work_state), warpgroup, k_state.index());
+    return weights.load_factors(smem, rows, k_state.index());
   }
 
   // Computes the relative bias of the key tile while its products run, if it has weights by time.
   HSTU_DEVICE void find_bias() {
     if constexpr (Traits::kHasTimeBias) {
-      tile = read_by_warp(smem.key_tiles[k_state.index()]);
+      read_tile();
       bias.find(smem, work_tile_at(work_state), warpgroup, k_state, q_state, tile.first_key());
     }
   }
@@ -190,12 +214,15 @@ struct ForwardConsumer {
   // P = silu(alpha * S), before the mask.
   template <typename Factors>
   HSTU_DEVICE void silu_scores(const Factors& factors) {
-    if constexpr (!Traits::kHasTimeBias) tile = read_by_warp(smem.key_tiles[k_state.index()]);
+    if constexpr (!Traits::kHasTimeBias && !Traits::kReleasesEarly) read_tile();
     smem.pipeline_k.consumer_release_by_warp(k_state);
+    if constexpr (Traits::kReleasesEarly)
+      pipeline_q().consumer_release_by_warp_if(q_state, tile.is_last_of(warpgroup));
     if constexpr (Bias::kIsAddedAfter) bias.scale(smem, warpgroup, k_state, factors, scores);
     weights.activate(params, factors, scores);
     // NOTE: this branch keeps the compiler from moving the activation behind the wait for P V.
-    if (tile.is_last_of(warpgroup)) smem.pipeline_q.consumer_release_by_warp(q_state);
+    if (!Traits::kReleasesEarly && tile.is_last_of(warpgroup))
+      pipeline_q().consumer_release_by_warp(q_state);
   }
 
   // Rounds P and applies the mask; `visible` is what find_visible_early() returned.
@@ -233,7 +260,7 @@ struct ForwardConsumer {
       scheduler_barrier.sync();
       scheduler_barrier.arrive();
       consumer_wait(smem.pipeline_k, k_state, smem.pipeline_v, k_state);
-      tile = read_by_warp(smem.key_tiles[k_state.index()]);
+      read_tile();
       smem.pipeline_k.consumer_release_by_warp(k_state);
       smem.pipeline_v.consumer_release_by_warp(k_state);
       skip_bias();

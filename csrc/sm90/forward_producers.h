@@ -61,11 +61,19 @@ class ForwardProducer {
       const RaggedRows rows{sequence.q_begin, sequence.q_len, work_tile.head};
       const int first = work_tile.tile.index * Traits::kRows;
       if constexpr (Traits::kFindsFactorsFirst) loader.find_factors(params, smem, work_tile);
-      if (threadIdx.x == 32) {
-        smem.pipeline_q.producer_acquire(state);
-        copy_rows<Traits::kRows, Traits::kHeadDim, kWarpgroupRows>(
-            maps.q, rows, first, smem.q[state.index()][0], smem.pipeline_q.full[state.index()]);
-        if constexpr (Traits::kHasTimeBias)
+      constexpr int kRows = Traits::kRows / Traits::kQueryPipelines;
+      for (int n = 0; n < Traits::kQueryPipelines; ++n) {
+        auto& pipeline_q = smem.pipeline_q[n];
+        if (threadIdx.x == 32) {
+          pipeline_q.producer_acquire(state);
+          copy_rows<kRows, Traits::kHeadDim, kWarpgroupRows>(maps.q, rows, first + n * kRows,
+                                                             smem.q[state.index()][n],
+                                                             pipeline_q.full[state.index()]);
+        }
+        if constexpr (Traits::kFindsFactorsFirst) pipeline_q.producer_commit_by_warp(state);
+      }
+      if constexpr (Traits::kHasTimeBias) {
+        if (threadIdx.x == 32)
           RelativeBiasProducer<Traits>::load_cells(params, smem, work_tile, state);
       }
       state.advance();

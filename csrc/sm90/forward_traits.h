@@ -53,6 +53,7 @@ struct ForwardTraits {
   static_assert(!kIsFp8 || Bias::kIsAddedAfter || !Bias::kHasTiles, "e4m3 has its own dense bias");
 
   static constexpr bool kTransposesValues = Source::kTransposesValues;
+  static constexpr bool kHasBlockDescales = kIsFp8 && !kTransposesValues;
 
   static constexpr bool kHasBias = Bias::kHasTiles;
   static constexpr bool kHasRelativeBias = Bias::kIsRelative;
@@ -73,11 +74,9 @@ struct ForwardTraits {
       : kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasTimeBias)
                : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
   static constexpr int kPromotedTiles = 1024 / kKeys;  // key tiles between two promotions of O
-  static constexpr bool kPromotesInRegisters =
-      kHeadDim == 128 && kConsumers == 2 && !kHasBias && !Source::kIsPaged;
-  // Floats of device memory that the totals of a warpgroup take, see MemoryPromotion.
+  // Floats of device memory that the totals of a warpgroup take, see Promotion.
   static constexpr int kGlobalTotals =
-      kIsFp8 && !kPromotesInRegisters ? kWarpgroupRows * (kHeadDim - kTiles.total_columns) : 0;
+      kIsFp8 ? kWarpgroupRows * (kHeadDim - kTiles.totals.shared - kTiles.totals.registers) : 0;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr bool kHasConverter = Source::kIsQuantized;
   static constexpr int kWarpgroups = 1 + kConsumers + kHasConverter;
@@ -111,8 +110,9 @@ struct ForwardTraits {
   static constexpr auto kScaleOut = kIsFp8 ? GMMA::ScaleOut::Zero : Bias::kScaleOut;
 
   // With a time bias, warpgroups take different times for a key tile. If they took turns, each
-  // would wait for the slower one.
-  static constexpr bool kTakesTurns = !kHasTimeBias && kConsumers > 1;
+  // would wait for the slower one. Three consumers of e4m3 at head dim 128 are faster without.
+  static constexpr bool kTakesTurns =
+      kConsumers > 1 && !kHasTimeBias && !(kHasBlockDescales && kHeadDim == 128 && kConsumers == 3);
 
   static constexpr int kNoKey = INT_MAX;        // tile_from(): no key tile is visible
   static constexpr int kEndOfWork = -1;         // WorkTile::head after the last work tile
@@ -216,10 +216,16 @@ struct ForwardTraits {
   static constexpr int kValueBoxRows = kTransposesValues ? kHalfKeys : kKeys;  // of a copy of V
 
   using Scales = std::conditional_t<kTransposesValues, float[2][kHalfKeys], float[kKeys]>;
-  static constexpr bool kHasBlockDescales = kIsFp8 && !kTransposesValues;
   // With one stage of Q, the warp that copies Q finds the factors of a work tile's rows while
   // consumers still read the Q before.
   static constexpr bool kFindsFactorsFirst = kHasBlockDescales && QState::kStages == 1;
+  // In this case the rows of each warpgroup have a pipeline of their own, so that a warpgroup does
+  // not wait until the others have read the Q before.
+  static constexpr int kQueryPipelines = kFindsFactorsFirst && !kHasTimeBias ? kConsumers : 1;
+  // And with S in fp16, consumers read the key tile before they issue its products, so that K and Q
+  // are released early. Otherwise ptxas moves the releases behind the activation.
+  static constexpr bool kReleasesEarly = kFindsFactorsFirst && !std::is_same_v<ScoreSum, float>;
+  static constexpr int query_pipeline(int warpgroup) { return kQueryPipelines > 1 ? warpgroup : 0; }
 
   // Five invariants hold between the producer's warps and the consumer warpgroups:
   //
@@ -250,7 +256,7 @@ struct ForwardTraits {
     // products are in e4m3, it holds half of the rows of V, and the scales of K and V.
     alignas(1024) uint8_t bytes[kTiles.byte_stages][kKeys * kHeadDim >> kTransposesValues];
     alignas(16) Scales scales[kTiles.byte_stages];
-    alignas(16) float totals[kConsumers * kWarpgroupRows * kTiles.total_columns];  // of promotions
+    alignas(16) float totals[kConsumers * kWarpgroupRows * kTiles.totals.shared];  // of promotions
     WorkTile work_tiles[WorkState::kStages];
     KeyTile key_tiles[KVState::kStages];
     BlockDescales block_descales[kHasBlockDescales ? KVState::kStages : 0];
@@ -259,7 +265,7 @@ struct ForwardTraits {
     int tiles_beyond;  // see TileScheduler::advance()
     cutlass::arch::ClusterBarrier next_work_wanted;
     Pipeline<WorkState::kStages> pipeline_work;
-    Pipeline<QState::kStages> pipeline_q;
+    Pipeline<QState::kStages> pipeline_q[kQueryPipelines];
     Pipeline<KVState::kStages> pipeline_k;
     Pipeline<KVState::kStages> pipeline_v;
     Pipeline<BiasState::kStages> pipeline_bias;
@@ -292,7 +298,10 @@ struct ForwardTraits {
     // barriers of K and V.
     constexpr int kConverterArrivals = 4 * kArrivalsOfWarp;
     constexpr int kConsumerArrivals = kConsumerWarps * kArrivalsOfWarp;
-    smem.pipeline_q.init(kConsumerArrivals, 1 + kIsFp8 * kArrivalsOfWarp + kHasTimeBias);
+    for (auto& pipeline_q : smem.pipeline_q) {
+      pipeline_q.init(kConsumerArrivals / kQueryPipelines,
+                      1 + kIsFp8 * kArrivalsOfWarp + kHasTimeBias);
+    }
     smem.pipeline_k.init(kConsumerArrivals, 1 + kHasBlockDescales + kBiasArrivals +
                                                 Source::kIsQuantized * kConverterArrivals);
     smem.pipeline_v.init(kConsumerArrivals, kTransposesValues

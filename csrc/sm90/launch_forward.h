@@ -152,7 +152,7 @@ class ForwardLauncher {
     return metadata;
   }
 
-  // Takes the totals of MemoryPromotion for `blocks` blocks.
+  // Takes the totals of Promotion for `blocks` blocks.
   template <typename Form>
   static void take_totals(Workspace& workspace, int64_t blocks, SchedulerMetadata& metadata) {
     if constexpr (Form::kGlobalTotals > 0) {

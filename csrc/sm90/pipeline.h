@@ -4,6 +4,7 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include "../common/ptx.h"
 #include "tile_config.h"
 
 namespace hstu::sm90 {
@@ -64,6 +65,12 @@ struct Pipeline {
   // Called by a thread, which is one consumer.
   HSTU_DEVICE void consumer_release(const PipelineState<kStages>& state) const {
     empty[state.index()].arrive();
+  }
+  // consumer_release_by_warp() without a branch, around which the compiler would move other code.
+  HSTU_DEVICE void consumer_release_by_warp_if(const PipelineState<kStages>& state,
+                                               bool condition) const {
+    __syncwarp();
+    ptx::mbarrier_arrive_if(&empty[state.index()], condition && arrives_for_warp());
   }
   // Called by all threads of a warp, which is one consumer.
   HSTU_DEVICE void consumer_release_by_warp(const PipelineState<kStages>& state) const {

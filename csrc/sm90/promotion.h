@@ -17,58 +17,31 @@ struct NoPromotion {
   HSTU_DEVICE void finish(Out&) {}
 };
 
-// The total is in registers. A promotion is due after every kTiles tiles.
-template <typename Out, int kTiles>
-struct RegisterPromotion {
-  Out total;
-  int tiles = 0;  // since the last promotion
-
-  HSTU_DEVICE RegisterPromotion(float*, float*) { clear(total); }
-
-  // Called after each tile but the last one of a work tile. If true, the sum has been added, and
-  // the next products begin with 0.
-  HSTU_DEVICE bool add_if_due(Out& out) {
-    if (++tiles < kTiles) return false;
-    add(out);
-    tiles = 0;
-    return true;
-  }
-  // Adds the total to the sum, before the epilogue.
-  HSTU_DEVICE void finish(Out& out) {
-    add(out);
-#pragma unroll
-    for (int n = 0; n < size(out); ++n) out(n) = total(n);
-    clear(total);
-    tiles = 0;
-  }
-
- private:
-  HSTU_DEVICE void add(const Out& out) {
-#pragma unroll
-    for (int n = 0; n < size(total); ++n) total(n) += out(n);
-  }
-};
-
-// The total of the first kSharedColumns columns of O is in shared memory, that of the others in
-// device memory, where it stays in the L2 cache. Both are in the order of store_partial(), and each
-// thread reads what it has written itself.
+// A promotion is due after every kTiles tiles. The first columns have their totals in shared
+// memory, the last ones in registers. Totals in memory are in the order of store_partial(), and
+// each thread reads what it has written itself.
 // NOTE: the next P V waits until the registers have been read. An addition in device memory takes
 // several times as long as one in shared memory.
-template <typename Out, int kTiles, int kSharedColumns>
-class MemoryPromotion {
+template <typename Out, int kTiles, TotalColumns kColumns>
+class Promotion {
+  // Registers of a thread.
   static constexpr int kSize = decltype(size(Out{}))::value;
-  static constexpr int kShared = kSharedColumns / 2;  // registers of a thread
-  static constexpr int kGlobal = kSize - kShared;
+  static constexpr int kShared = kColumns.shared / 2;
+  static constexpr int kRegisters = kColumns.registers / 2;
+  static constexpr int kGlobal = kSize - kShared - kRegisters;
+  static constexpr int kGlobalEnd = kShared + kGlobal;
   // Registers that finish() loads from device memory at once.
-  static constexpr int kAtOnce = kShared == 0 ? 16 : kGlobal > 56 ? kGlobal / 2 : kGlobal;
-  static_assert(kShared % 4 == 0);
-  static_assert(kGlobal == 0 || (kAtOnce % 4 == 0 && kGlobal % kAtOnce == 0));
+  static constexpr int kAtOnce = kGlobal > 56 && kGlobal % 8 == 0 ? kGlobal / 2 : kGlobal;
+  static_assert(kShared % 4 == 0 && kGlobal % 4 == 0 && kAtOnce % 4 == 0);
 
  public:
   // `shared` and `global` are the totals of the warpgroup.
-  HSTU_DEVICE MemoryPromotion(float* shared, float* global) : shared_(shared), global_(global) {}
+  HSTU_DEVICE Promotion(float* shared, float* global) : shared_(shared), global_(global) {
+    clear_registers();
+  }
 
-  // As RegisterPromotion::add_if_due().
+  // Called after each tile but the last one of a work tile. If true, the sum has been added, and
+  // the next products begin with 0.
   HSTU_DEVICE bool add_if_due(Out& out) {
     if (++tiles_ % kTiles != 0) return false;
     const int thread = reload_thread_idx() % kWarpgroup * 4;
@@ -76,12 +49,14 @@ class MemoryPromotion {
     float* const global = global_ + thread;
     if (tiles_ == kTiles) {
 #pragma unroll
-      for (int n = kShared; n < kSize; n += 4) store(global + (n - kShared) * kWarpgroup, out, n);
+      for (int n = kShared; n < kGlobalEnd; n += 4) {
+        store(global + (n - kShared) * kWarpgroup, out, n);
+      }
 #pragma unroll
       for (int n = 0; n < kShared; n += 4) store(shared + n * kWarpgroup, out, n);
     } else {
 #pragma unroll
-      for (int n = kShared; n < kSize; n += 4) {
+      for (int n = kShared; n < kGlobalEnd; n += 4) {
         ptx::red_add_v4(global + (n - kShared) * kWarpgroup, out(n), out(n + 1), out(n + 2),
                         out(n + 3));
       }
@@ -91,9 +66,11 @@ class MemoryPromotion {
         store(shared + n * kWarpgroup, out, n);
       }
     }
+#pragma unroll
+    for (int n = 0; n < kRegisters; ++n) registers_[n] += out(kGlobalEnd + n);
     return true;
   }
-  // As RegisterPromotion::finish().
+  // Adds the total to the sum, before the epilogue.
   HSTU_DEVICE void finish(Out& out) {
     const bool has_total = tiles_ >= kTiles;
     tiles_ = 0;
@@ -101,7 +78,7 @@ class MemoryPromotion {
     const int thread = reload_thread_idx() % kWarpgroup * 4;
     if constexpr (kGlobal > 0) {
 #pragma unroll
-      for (int first = kShared; first < kSize; first += kAtOnce) {
+      for (int first = kShared; first < kGlobalEnd; first += kAtOnce) {
         float4 loaded[kAtOnce / 4];
 #pragma unroll
         for (int n = 0; n < kAtOnce; n += 4) {
@@ -117,13 +94,21 @@ class MemoryPromotion {
     for (int n = 0; n < kShared; n += 4) {
       add(*reinterpret_cast<const float4*>(shared_ + thread + n * kWarpgroup), out, n);
     }
+#pragma unroll
+    for (int n = 0; n < kRegisters; ++n) out(kGlobalEnd + n) += registers_[n];
+    clear_registers();
   }
 
  private:
   float* const shared_;
   float* const global_;
   int tiles_ = 0;  // of the work tile
+  float registers_[kRegisters];
 
+  HSTU_DEVICE void clear_registers() {
+#pragma unroll
+    for (int n = 0; n < kRegisters; ++n) registers_[n] = 0;
+  }
   // out[n, n + 4) += part
   static HSTU_DEVICE void add(const float4& part, Out& out, int n) {
     out(n) += part.x;

@@ -111,7 +111,7 @@ class RelativeBiasProducer {
   static HSTU_DEVICE void load_cells(const ForwardParams& params, SharedMemory& smem,
                                      const WorkTile& work_tile, typename Traits::QState state) {
     const RelativeBias& bias = params.relative_bias;
-    auto& full = smem.pipeline_q.full[state.index()];
+    auto& full = smem.pipeline_q[0].full[state.index()];
     if (!bias.time.data) {
       full.arrive();
       return;

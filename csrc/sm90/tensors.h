@@ -12,15 +12,22 @@ namespace hstu::sm90 {
 
 using namespace cute;
 
+// kTiles tiles of rows_tensor() that follow each other, as the stages of a pipeline do. The last
+// mode is the tile.
+template <int kTiles, int kRows, int kHeadDim, typename Element>
+HSTU_DEVICE auto rows_tensors(Element* data) {
+  using Atom =
+      std::conditional_t<(kHeadDim * sizeof(Element) < 128), GMMA::Layout_K_SW64_Atom<Element>,
+                         GMMA::Layout_K_SW128_Atom<Element>>;
+  return make_tensor(make_smem_ptr(data),
+                     tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kHeadDim>, Int<kTiles>>{}));
+}
+
 // A tile of kRows rows of kHeadDim elements as copy_rows() writes it: swizzled panels of up to 128
 // bytes of each row.
 template <int kRows, int kHeadDim, typename Element>
 HSTU_DEVICE auto rows_tensor(Element* data) {
-  using Atom =
-      std::conditional_t<(kHeadDim * sizeof(Element) < 128), GMMA::Layout_K_SW64_Atom<Element>,
-                         GMMA::Layout_K_SW128_Atom<Element>>;
-  return make_tensor(make_smem_ptr(opaque_pointer(data)),
-                     tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
+  return rows_tensors<1, kRows, kHeadDim>(opaque_pointer(data))(_, _, _0{});
 }
 
 // The memory of rows_tensor() as a matrix of columns by rows.
@@ -82,19 +89,42 @@ HSTU_DEVICE void start_gemm(TiledMma mma, const A& a, const B& b, Sum& sum, GMMA
                           scale);
 }
 
+// start_gemm() for tile `a_tile` of `a` and tile `b_tile` of `b`, from rows_tensors(). An offset of
+// a descriptor takes fewer instructions than the descriptor of an address, but more registers.
+template <typename TiledMma, typename A, typename B, typename Sum>
+HSTU_DEVICE void start_gemm_of_tiles(TiledMma mma, const A& a, int a_tile, const B& b, int b_tile,
+                                     Sum& sum, GMMA::ScaleOut scale) {
+  const auto thread = mma.get_slice(0);
+  start_gemm_of_fragments(mma, thread.partition_fragment_A(a)(_, _, _, a_tile),
+                          thread.partition_fragment_B(b)(_, _, _, b_tile), sum, scale);
+}
+
+// `a` is the rounded accumulator of another product, and kDepth the number of its columns.
+template <int kDepth, typename TiledMma, typename A, typename FragmentB, typename Sum>
+HSTU_DEVICE void start_gemm_registers_of_fragment(TiledMma mma, A& a, const FragmentB& b, Sum& sum,
+                                                  GMMA::ScaleOut scale) {
+  // A step of the product takes four words of each thread.
+  constexpr int kWord = 4 / sizeof(typename A::value_type);  // elements
+  Tensor left = make_tensor(
+      a.data(), Layout<Shape<Shape<Int<kWord>, _2, _2>, _1, Int<kDepth / (8 * kWord)>>,
+                       Stride<Stride<_1, Int<kWord>, Int<2 * kWord>>, _0, Int<4 * kWord>>>{});
+  warpgroup_fence_operand(left);
+  start_gemm_of_fragments(mma, left, b, sum, scale);
+}
+
 // start_gemm() with A in registers: the rounded accumulator of another product.
 template <typename TiledMma, typename A, typename B, typename Sum>
 HSTU_DEVICE void start_gemm_registers(TiledMma mma, A& a, const B& b, Sum& sum,
                                       GMMA::ScaleOut scale) {
-  const auto thread = mma.get_slice(0);
-  // A step of the product takes four words of each thread.
-  constexpr int kWord = 4 / sizeof(typename A::value_type);  // elements
-  constexpr int kSteps = decltype(size<1>(b))::value / (8 * kWord);
-  Tensor left = make_tensor(
-      a.data(), Layout<Shape<Shape<Int<kWord>, _2, _2>, _1, Int<kSteps>>,
-                       Stride<Stride<_1, Int<kWord>, Int<2 * kWord>>, _0, Int<4 * kWord>>>{});
-  warpgroup_fence_operand(left);
-  start_gemm_of_fragments(mma, left, thread.partition_fragment_B(b), sum, scale);
+  start_gemm_registers_of_fragment<decltype(size<1>(b))::value>(
+      mma, a, mma.get_slice(0).partition_fragment_B(b), sum, scale);
+}
+// start_gemm_registers() for tile `b_tile` of `b`, from rows_tensors().
+template <typename TiledMma, typename A, typename B, typename Sum>
+HSTU_DEVICE void start_gemm_registers_of_tile(TiledMma mma, A& a, const B& b, int b_tile, Sum& sum,
+                                              GMMA::ScaleOut scale) {
+  start_gemm_registers_of_fragment<decltype(size<1>(b))::value>(
+      mma, a, mma.get_slice(0).partition_fragment_B(b)(_, _, _, b_tile), sum, scale);
 }
 
 // Waits until at most kRunning wgmma groups are in flight. `sum` is the accumulator of one that has

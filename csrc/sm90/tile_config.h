@@ -11,14 +11,21 @@ constexpr int kRaggedRows = 1 << 30;       // see tensor_map.h
 constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // rows of a wgmma
 
+// Where the fp32 totals of a sum of e4m3 products are, see promotion.h: columns in shared memory,
+// columns in registers, and the others in device memory, where they stay in the L2 cache.
+struct TotalColumns {
+  int shared = 0;
+  int registers = 0;
+};
+
 struct ForwardTiles {
-  int consumers;          // warpgroups, with 64 rows each
-  int keys;               // of a tile of scores
-  int query_stages;       // of Q; with 2, Q of the next work tile is copied early
-  int key_stages;         // of K and V
-  int bias_stages = 2;    // of a dense bias
-  int byte_stages = 0;    // of the bytes of K or V from e4m3 pages
-  int total_columns = 0;  // of O whose fp32 totals are in shared memory, see promotion.h
+  int consumers;        // warpgroups, with 64 rows each
+  int keys;             // of a tile of scores
+  int query_stages;     // of Q; with 2, Q of the next work tile is copied early
+  int key_stages;       // of K and V
+  int bias_stages = 2;  // of a dense bias
+  int byte_stages = 0;  // of the bytes of K or V from e4m3 pages
+  TotalColumns totals;  // of O in e4m3
 };
 
 // Registers per thread, which setmaxnreg moves from the producer to the consumers.
@@ -117,22 +124,29 @@ constexpr ForwardTiles fp8_tiles() {
             .keys = 128,
             .query_stages = 2,
             .key_stages = kHasHalfSums ? 5 : 8,
-            .total_columns = 64};
+            .totals = {.shared = 64}};
   } else if constexpr (kHeadDim == 128) {
     // The totals of three consumers take the memory of two stages.
     if constexpr (kHasHalfSums) {
-      return {
-          .consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 2, .total_columns = 128};
+      return {.consumers = 3,
+              .keys = 128,
+              .query_stages = 2,
+              .key_stages = 2,
+              .totals = {.shared = 128}};
     }
-    return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = kHasBias ? 3 : 4};
+    return {.consumers = 2,
+            .keys = 128,
+            .query_stages = 2,
+            .key_stages = kHasBias ? 3 : 4,
+            .totals = {.registers = kHasBias ? 0 : 128}};
   } else if constexpr (kHeadDim == 256) {
-    // Totals are worth more than a second stage of Q.
+    // Totals are worth more than a second stage of Q. S in fp16 leaves registers for some.
     return {.consumers = 2,
             .keys = 128,
             .query_stages = 1,
             .key_stages = 2,
             .bias_stages = 1,
-            .total_columns = kHasBias ? 0 : 112};
+            .totals = {.shared = kHasBias ? 0 : 112, .registers = kHasHalfSums ? 32 : 0}};
   } else {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
@@ -190,8 +204,11 @@ constexpr int kBackwardRows = 64;
 // In e4m3, the rows after which dK and dV are added to totals in fp32: see promotion.h. With half
 // as many the backward takes some percent longer.
 constexpr int kPromotedRows = 2048;
-// Columns of dK, and of dV, whose totals are in shared memory: as many as fit into it.
-constexpr int fp8_backward_total_columns(int head_dim) { return head_dim == 128 ? 24 : 0; }
+// The totals of dK, and of dV: as many as fit into shared memory, and into registers without
+// spills.
+constexpr TotalColumns fp8_backward_totals(int head_dim) {
+  return {.shared = head_dim == 128 ? 24 : 0, .registers = 16};
+}
 
 // Splits the registers of the backward. A producer that computes masks needs up to 88 of them.
 // Otherwise accumulators and scores take all that a consumer can have, and producers get the least

@@ -24,8 +24,8 @@ struct PlainWeights {
       return fmaf(half_alpha, score, half_bias);
     }
   };
-  HSTU_DEVICE Factors load_factors(const typename Traits::SharedMemory&,
-                                   const typename Traits::WorkTile&, int, int) const {
+  HSTU_DEVICE Factors load_factors(const typename Traits::SharedMemory&, const RowFactors*,
+                                   int) const {
     return {};
   }
 
@@ -40,11 +40,6 @@ struct PlainWeights {
   }
   HSTU_DEVICE void round(const Scores& scores) { round_to(scores, fragment); }
   HSTU_DEVICE void mask(uint64_t visible) { apply_mask<kKeys>(visible, fragment); }
-
-  // V as the second factor of P V.
-  static HSTU_DEVICE auto values(Element* tile) {
-    return transposed_tensor<kKeys, Traits::kHeadDim>(tile);
-  }
 };
 
 // The parts that both forms of P in e4m3 share.
@@ -58,10 +53,6 @@ struct E4m3Fragment {
   HSTU_DEVICE void mask(uint64_t visible) {
     Tensor words = recast<uint32_t>(fragment);
     apply_mask_to_e4m3<kKeys>(visible, words);
-  }
-
-  static HSTU_DEVICE auto values(Element* tile) {
-    return rows_tensor<Traits::kHeadDim, kKeys>(tile);
   }
 };
 
@@ -83,12 +74,11 @@ struct E4m3Weights : E4m3Fragment<Traits> {
     }
   };
 
-  // Reads the factors of a key tile. Called before its stage of K is released.
+  // Reads the factors of a key tile. Called before its stage of K is released. `rows` are those of
+  // the work tile, from the first row of the thread on.
   HSTU_DEVICE Factors load_factors(const typename Traits::SharedMemory& smem,
-                                   const typename Traits::WorkTile& work_tile, int warpgroup,
-                                   int stage) const {
+                                   const RowFactors* rows, int stage) const {
     const BlockDescales& descales = smem.block_descales[stage];
-    const RowFactors* const rows = work_tile.row_factors + Traits::row_of_thread(warpgroup);
     Factors factors;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -171,37 +161,37 @@ template <typename Traits, typename Scores>
 struct HalfE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
   using HalfE4m3Fragment<Traits, Scores>::kQuarters;
 
-  // The factors of the two rows of a thread. A word holds the same fp16 factor twice.
+  // The fp16 factors of the two rows of a thread. A word has that of row m in half m.
   struct Factors {
-    uint32_t score[2];
-    uint32_t mean[2];
-    uint32_t weight[2];
-    uint32_t weight_mean[2];
-    uint32_t score_of_polynomial[2];
-    uint32_t mean_of_polynomial[2];
+    uint32_t score;
+    uint32_t mean;
+    uint32_t weight;
+    uint32_t weight_mean;
+    uint32_t score_of_polynomial;
+    uint32_t mean_of_polynomial;
   };
 
-  // Reads the factors of a key tile. Called before its stage of K is released.
+  // As E4m3Weights::load_factors().
   HSTU_DEVICE Factors load_factors(const typename Traits::SharedMemory& smem,
-                                   const typename Traits::WorkTile& work_tile, int warpgroup,
-                                   int stage) const {
+                                   const RowFactors* rows, int stage) const {
     const BlockDescales& descales = smem.block_descales[stage];
-    const auto twice = [](float x) { return ptx::cvt_satfinite_f16x2(x, x); };
-    const RowFactors* const rows = work_tile.row_factors + Traits::row_of_thread(warpgroup);
-    Factors factors;
+    float score[2];
+    float mean[2];
+    float weight[2];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const RowFactors& row = rows[8 * m];
-      const float score = row.score * descales.k;
-      const float weight = row.weight * descales.v;
-      factors.score[m] = twice(score);
-      factors.mean[m] = twice(row.mean);
-      factors.weight[m] = twice(weight * score);
-      factors.weight_mean[m] = twice(weight * row.mean);
-      factors.score_of_polynomial[m] = ptx::mul_f16x2(factors.score[m], SaturatedTanh::kSlope);
-      factors.mean_of_polynomial[m] =
-          ptx::fma_f16x2(factors.mean[m], SaturatedTanh::kSlope, twice_half(0x3800));  // + 0.5
+      score[m] = rows[8 * m].score * descales.k;
+      mean[m] = rows[8 * m].mean;
+      weight[m] = rows[8 * m].weight * descales.v;
     }
+    Factors factors;
+    factors.score = ptx::cvt_satfinite_f16x2(score[0], score[1]);
+    factors.mean = ptx::cvt_satfinite_f16x2(mean[0], mean[1]);
+    factors.weight = ptx::cvt_satfinite_f16x2(weight[0] * score[0], weight[1] * score[1]);
+    factors.weight_mean = ptx::cvt_satfinite_f16x2(weight[0] * mean[0], weight[1] * mean[1]);
+    factors.score_of_polynomial = ptx::mul_f16x2(factors.score, SaturatedTanh::kSlope);
+    factors.mean_of_polynomial =
+        ptx::fma_f16x2(factors.mean, SaturatedTanh::kSlope, twice_half(0x3800));  // + 0.5
     return factors;
   }
 
@@ -209,15 +199,15 @@ struct HalfE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
     Tensor pairs = recast<uint32_t>(scores);  // of 2 keys, for row m = 0, then for row m = 1
 #pragma unroll
     for (int n = 0; n < size(pairs); ++n) {
-      const int m = n % 2;
+      const auto of_row = [m = n % 2](uint32_t factor) { return ptx::broadcast_half(factor, m); };
       const uint32_t s = pairs(n);
-      const uint32_t h = ptx::fma_f16x2(s, factors.weight[m], factors.weight_mean[m]);
+      const uint32_t h = ptx::fma_f16x2(s, of_row(factors.weight), of_row(factors.weight_mean));
       uint32_t t;
       if (n / 2 % 4 < kQuarters) {
-        t = SaturatedTanh::of(
-            ptx::fma_sat_f16x2(s, factors.score_of_polynomial[m], factors.mean_of_polynomial[m]));
+        t = SaturatedTanh::of(ptx::fma_sat_f16x2(s, of_row(factors.score_of_polynomial),
+                                                 of_row(factors.mean_of_polynomial)));
       } else {
-        t = ptx::tanh_approx_f16x2(ptx::fma_f16x2(s, factors.score[m], factors.mean[m]));
+        t = ptx::tanh_approx_f16x2(ptx::fma_f16x2(s, of_row(factors.score), of_row(factors.mean)));
       }
       pairs(n) = ptx::fma_f16x2(h, t, h);
     }
@@ -229,25 +219,17 @@ template <typename Traits, typename Scores>
 struct PagedE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
   using HalfE4m3Fragment<Traits, Scores>::kQuarters;
 
-  // The factors of the two rows of a thread. A word holds the same fp16 factor twice.
+  // The fp16 factors of the two rows of a thread. A word has that of row m in half m.
   struct Factors {
-    uint32_t score[2];
-    uint32_t score_of_polynomial[2];
+    uint32_t score;
+    uint32_t score_of_polynomial;
     const KeyFactors<Traits::kKeys>& keys;
   };
 
   HSTU_DEVICE Factors load_factors(const typename Traits::SharedMemory& smem,
-                                   const typename Traits::WorkTile& work_tile, int warpgroup,
-                                   int stage) const {
-    const RowFactors* const rows = work_tile.row_factors + Traits::row_of_thread(warpgroup);
-    Factors factors{.keys = smem.key_factors[stage]};
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const float score = rows[8 * m].score;
-      factors.score[m] = ptx::cvt_satfinite_f16x2(score, score);
-      factors.score_of_polynomial[m] = ptx::mul_f16x2(factors.score[m], SaturatedTanh::kSlope);
-    }
-    return factors;
+                                   const RowFactors* rows, int stage) const {
+    const uint32_t score = ptx::cvt_satfinite_f16x2(rows[0].score, rows[8].score);
+    return {score, ptx::mul_f16x2(score, SaturatedTanh::kSlope), smem.key_factors[stage]};
   }
 
   HSTU_DEVICE void activate(const ForwardParams&, const Factors& factors, Scores& scores) const {
@@ -258,15 +240,15 @@ struct PagedE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
       const uint4 of_weights = factors.keys.weight.of_thread(i);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const int m = n % 2;
+        const auto of_row = [m = n % 2](uint32_t factor) { return ptx::broadcast_half(factor, m); };
         const uint32_t s = ptx::mul_f16x2(pairs(8 * i + n), word(of_scores, n / 2));
         const uint32_t h = ptx::mul_f16x2(s, word(of_weights, n / 2));
         uint32_t t;
         if (n / 2 < kQuarters) {
-          t = SaturatedTanh::of(
-              ptx::fma_sat_f16x2(s, factors.score_of_polynomial[m], twice_half(0x3800)));  // + 0.5
+          t = SaturatedTanh::of(ptx::fma_sat_f16x2(s, of_row(factors.score_of_polynomial),
+                                                   twice_half(0x3800)));  // + 0.5
         } else {
-          t = ptx::tanh_approx_f16x2(ptx::mul_f16x2(s, factors.score[m]));
+          t = ptx::tanh_approx_f16x2(ptx::mul_f16x2(s, of_row(factors.score)));
         }
         pairs(8 * i + n) = ptx::fma_f16x2(h, t, h);
       }
