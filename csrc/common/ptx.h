@@ -278,8 +278,8 @@ HSTU_DEVICE uint32_t fma_sat_f16x2(uint32_t x, uint32_t y, uint32_t z) {
   asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
   return result;
 }
-// Half `half` of a word in both halves. An arithmetic instruction takes its operand from one half
-// of a register, so this takes none of its own.
+// Returns the low half (`half` = 0) or the high half (1) of a word in both halves. add, mul and fma
+// of f16x2 can read one half of a register as both, so this compiles to no instruction.
 HSTU_DEVICE uint32_t broadcast_half(uint32_t x, int half) {
   uint32_t result;
   if (half == 0) {

@@ -170,8 +170,8 @@ struct BackwardTraits {
   static constexpr int kDqBuffers =
       kIsCluster ? 0 : ((kIsE4m3 || kIsDeterministic) && kHasRoomForDq ? 2 : 1);
 
-  // The totals of dK and of dV of a warpgroup, see Promotion, and the floats of device memory that
-  // either takes.
+  // The totals of dK and of dV of a warpgroup in e4m3, see Promotion, and the floats of device
+  // memory that either takes.
   static constexpr TotalColumns kTotals = fp8_backward_totals(kHeadDim);
   static constexpr int kGlobalTotals =
       kWarpgroupRows * (kColumns - kTotals.shared - kTotals.registers);

@@ -162,7 +162,10 @@ struct ForwardConsumer {
     bias.init_accumulator(smem, warpgroup, k_state, scores);
   }
 
-  HSTU_DEVICE void read_tile() { tile = read_by_warp(smem.key_tiles[k_state.index()]); }
+  HSTU_DEVICE void read_tile() {
+    compiler_barrier();  // keeps the plain load behind the wait for K
+    tile = read_by_warp(smem.key_tiles[k_state.index()]);
+  }
 
   // Issues S = Q K^T, added to the accumulator if it has been initialized.
   HSTU_DEVICE void start_scores() {
@@ -220,7 +223,8 @@ struct ForwardConsumer {
       pipeline_q().consumer_release_by_warp_if(q_state, tile.is_last_of(warpgroup));
     if constexpr (Bias::kIsAddedAfter) bias.scale(smem, warpgroup, k_state, factors, scores);
     weights.activate(params, factors, scores);
-    // NOTE: this branch keeps the compiler from moving the activation behind the wait for P V.
+    // NOTE: this branch keeps the compiler from moving the activation behind the wait for P V. With
+    // kReleasesEarly, the branch of find_visible_early() does so.
     if (!Traits::kReleasesEarly && tile.is_last_of(warpgroup))
       pipeline_q().consumer_release_by_warp(q_state);
   }

@@ -110,7 +110,8 @@ struct ForwardTraits {
   static constexpr auto kScaleOut = kIsFp8 ? GMMA::ScaleOut::Zero : Bias::kScaleOut;
 
   // With a time bias, warpgroups take different times for a key tile. If they took turns, each
-  // would wait for the slower one. Three consumers of e4m3 at head dim 128 are faster without.
+  // would wait for the slower one. Three consumers of packed e4m3 keys at head dim 128 are faster
+  // without turns.
   static constexpr bool kTakesTurns =
       kConsumers > 1 && !kHasTimeBias && !(kHasBlockDescales && kHeadDim == 128 && kConsumers == 3);
 
@@ -220,10 +221,12 @@ struct ForwardTraits {
   // consumers still read the Q before.
   static constexpr bool kFindsFactorsFirst = kHasBlockDescales && QState::kStages == 1;
   // In this case the rows of each warpgroup have a pipeline of their own, so that a warpgroup does
-  // not wait until the others have read the Q before.
+  // not wait until the others have read the Q before. With a time bias there is one pipeline, which
+  // its cells use, too.
   static constexpr int kQueryPipelines = kFindsFactorsFirst && !kHasTimeBias ? kConsumers : 1;
-  // And with S in fp16, consumers read the key tile before they issue its products, so that K and Q
-  // are released early. Otherwise ptxas moves the releases behind the activation.
+  // With S in fp16, consumers then read the key tile before they issue its products, and release K
+  // and Q before the activation. If they read it after the products, ptxas moves the release of K
+  // behind the activation.
   static constexpr bool kReleasesEarly = kFindsFactorsFirst && !std::is_same_v<ScoreSum, float>;
   static constexpr int query_pipeline(int warpgroup) { return kQueryPipelines > 1 ? warpgroup : 0; }
 
@@ -231,7 +234,8 @@ struct ForwardTraits {
   //
   // 1. Release. Every consumer warp waits for and releases every stage of K and V, and every
   //    consumer thread every work tile, because the `empty` barriers count all of them. If the 64
-  //    rows of a warpgroup do not see the last key tiles, it does so in drain_tiles().
+  //    rows of a warpgroup do not see the last key tiles, it does so in drain_tiles(). Q is released
+  //    once per work tile, at the last key tile that the rows of the warpgroup see.
   // 2. Depth of the rings. Consumers release a work tile after they have waited for the next one,
   //    which the scheduler finds when kTilesLeft key tiles are left to be copied. So pipeline_work
   //    needs 2 stages, and has 4 for short work tiles. pipeline_k and pipeline_v would work with

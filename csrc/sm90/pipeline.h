@@ -66,7 +66,8 @@ struct Pipeline {
   HSTU_DEVICE void consumer_release(const PipelineState<kStages>& state) const {
     empty[state.index()].arrive();
   }
-  // consumer_release_by_warp() without a branch, around which the compiler would move other code.
+  // consumer_release_by_warp() if `condition` holds, which is the same in all lanes. There is no
+  // branch, because the compiler moves a branch behind arithmetic that follows it.
   HSTU_DEVICE void consumer_release_by_warp_if(const PipelineState<kStages>& state,
                                                bool condition) const {
     __syncwarp();

@@ -18,8 +18,8 @@ struct NoPromotion {
 };
 
 // A promotion is due after every kTiles tiles. The first columns have their totals in shared
-// memory, the last ones in registers. Totals in memory are in the order of store_partial(), and
-// each thread reads what it has written itself.
+// memory, the last ones in registers, and those between in device memory. Totals in memory are in
+// the order of store_partial(), and each thread reads what it has written itself.
 // NOTE: the next P V waits until the registers have been read. An addition in device memory takes
 // several times as long as one in shared memory.
 template <typename Out, int kTiles, TotalColumns kColumns>

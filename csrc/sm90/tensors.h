@@ -99,7 +99,8 @@ HSTU_DEVICE void start_gemm_of_tiles(TiledMma mma, const A& a, int a_tile, const
                           thread.partition_fragment_B(b)(_, _, _, b_tile), sum, scale);
 }
 
-// `a` is the rounded accumulator of another product, and kDepth the number of its columns.
+// start_gemm_of_fragments() with A in registers: `a` is the rounded accumulator of another product,
+// which has kDepth columns.
 template <int kDepth, typename TiledMma, typename A, typename FragmentB, typename Sum>
 HSTU_DEVICE void start_gemm_registers_of_fragment(TiledMma mma, A& a, const FragmentB& b, Sum& sum,
                                                   GMMA::ScaleOut scale) {
@@ -119,6 +120,7 @@ HSTU_DEVICE void start_gemm_registers(TiledMma mma, A& a, const B& b, Sum& sum,
   start_gemm_registers_of_fragment<decltype(size<1>(b))::value>(
       mma, a, mma.get_slice(0).partition_fragment_B(b), sum, scale);
 }
+
 // start_gemm_registers() for tile `b_tile` of `b`, from rows_tensors().
 template <typename TiledMma, typename A, typename B, typename Sum>
 HSTU_DEVICE void start_gemm_registers_of_tile(TiledMma mma, A& a, const B& b, int b_tile, Sum& sum,

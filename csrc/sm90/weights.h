@@ -161,7 +161,8 @@ template <typename Traits, typename Scores>
 struct HalfE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
   using HalfE4m3Fragment<Traits, Scores>::kQuarters;
 
-  // The fp16 factors of the two rows of a thread. A word has that of row m in half m.
+  // The fp16 factors of the two rows of a thread, which are 8 apart. A word has that of the first
+  // row in its low half, and that of the second one in its high half.
   struct Factors {
     uint32_t score;
     uint32_t mean;
@@ -219,7 +220,8 @@ template <typename Traits, typename Scores>
 struct PagedE4m3Weights : HalfE4m3Fragment<Traits, Scores> {
   using HalfE4m3Fragment<Traits, Scores>::kQuarters;
 
-  // The fp16 factors of the two rows of a thread. A word has that of row m in half m.
+  // The fp16 factors of the two rows of a thread, which are 8 apart. A word has that of the first
+  // row in its low half, and that of the second one in its high half.
   struct Factors {
     uint32_t score;
     uint32_t score_of_polynomial;
