@@ -234,8 +234,8 @@ struct ForwardTraits {
   //
   // 1. Release. Every consumer warp waits for and releases every stage of K and V, and every
   //    consumer thread every work tile, because the `empty` barriers count all of them. If the 64
-  //    rows of a warpgroup do not see the last key tiles, it does so in drain_tiles(). Q is released
-  //    once per work tile, at the last key tile that the rows of the warpgroup see.
+  //    rows of a warpgroup do not see the last key tiles, it does so in drain_tiles(). Q is
+  //    released once per work tile, at the last key tile that the rows of the warpgroup see.
   // 2. Depth of the rings. Consumers release a work tile after they have waited for the next one,
   //    which the scheduler finds when kTilesLeft key tiles are left to be copied. So pipeline_work
   //    needs 2 stages, and has 4 for short work tiles. pipeline_k and pipeline_v would work with
