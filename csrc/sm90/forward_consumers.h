@@ -163,7 +163,8 @@ struct ForwardConsumer {
   }
 
   HSTU_DEVICE void read_tile() {
-    compiler_barrier();  // keeps the plain load behind the wait for K
+    // Here no wait for S stands between the wait for K and this plain load.
+    if constexpr (Traits::kReleasesEarly) compiler_barrier();
     tile = read_by_warp(smem.key_tiles[k_state.index()]);
   }
 

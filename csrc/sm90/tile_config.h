@@ -140,8 +140,7 @@ constexpr ForwardTiles fp8_tiles() {
             .key_stages = kHasBias ? 3 : 4,
             .totals = {.registers = kHasBias ? 0 : 128}};
   } else if constexpr (kHeadDim == 256) {
-    // Totals are worth more than a second stage of Q. S in fp16 leaves registers for
-    // some totals.
+    // Totals are worth more than a second stage of Q. S in fp16 leaves registers for some totals.
     return {.consumers = 2,
             .keys = 128,
             .query_stages = 1,
