@@ -65,6 +65,7 @@ FP8_SECONDS = 20  # that one core needs for its source
 HEAD_DIMS = ("32", "64", "128", "256")
 FP8_HEAD_DIMS = ("64", "128", "256")
 FP8_BACKWARD_HEAD_DIMS = ("128", "256")
+FP8_PROJECTION_HEAD_DIMS = ("64", "128", "256")  # divisors of 256
 NVCC_GIB = 2  # memory of one nvcc: at most 1.4 GiB, measured with both dtypes at head dim 256
 
 
@@ -73,6 +74,7 @@ KERNELS = {
     "forward": ("ForwardKernel forward", "ForwardKernel paged_forward"),
     "backward": ("BackwardKernel backward",),
     "backward_e4m3": ("BackwardKernel backward_e4m3",),
+    "projection": ("ProjectionKernel projection", "ProjectionKernel output_map"),
 }
 INSTANTIATION = """\
 // Written by setup.py.
@@ -103,6 +105,7 @@ CUDA_TARGETS = {
     "sm90/forward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 95),
     "sm90/backward": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 70),
     "sm90/backward_e4m3": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 30),
+    "sm90/projection": CudaTarget("-gencode=arch=compute_90a,code=sm_90a", 20),
     "quantize": CudaTarget(HOPPER_OR_LATER, 10),
     "common": CudaTarget(ANY_GPU, 8),
 }
@@ -267,6 +270,8 @@ def dtype_groups(kind: str, head_dim: str) -> list[list[str]]:
     has_fp8 = any(dtype in FP8_DTYPES for dtype in dtypes())
     if kind == "sm90/backward_e4m3" and not (has_fp8 and head_dim in FP8_BACKWARD_HEAD_DIMS):
         return []
+    if kind == "sm90/projection":
+        return [list(FP8_DTYPES)] if has_fp8 and head_dim in FP8_PROJECTION_HEAD_DIMS else []
     is_slow = CUDA_TARGETS[kind].seconds > 60 and nvcc_jobs() >= 8
     groups = [[dtype] for dtype in plain] if is_slow else [plain]
     if kind == "sm90/forward" and head_dim in FP8_HEAD_DIMS:
@@ -332,6 +337,7 @@ def cuda_defines() -> str:
     for name, dims in (
         ("FP8_HEAD_DIMS", FP8_HEAD_DIMS),
         ("FP8_BACKWARD_HEAD_DIMS", FP8_BACKWARD_HEAD_DIMS),
+        ("FP8_PROJECTION_HEAD_DIMS", FP8_PROJECTION_HEAD_DIMS),
     ):
         names.append(f"{name}={','.join(dim for dim in head_dims() if dim in dims)}")
     return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}" for name in names)])

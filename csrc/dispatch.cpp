@@ -23,6 +23,7 @@ using ListOf = std::integer_sequence<int, kHeadDims...>;  // may be empty
 using HeadDims = ListOf<HSTU_ATTN_HEAD_DIMS>;
 using Fp8HeadDims = ListOf<HSTU_ATTN_FP8_HEAD_DIMS>;
 using Fp8BackwardHeadDims = ListOf<HSTU_ATTN_FP8_BACKWARD_HEAD_DIMS>;
+using Fp8ProjectionHeadDims = ListOf<HSTU_ATTN_FP8_PROJECTION_HEAD_DIMS>;
 
 template <int... kHeadDims>
 std::string names(std::integer_sequence<int, kHeadDims...>) {
@@ -262,6 +263,28 @@ BackwardKernel backward_kernel(const CudaLaunch& launch, const BackwardParams& p
   throw NotImplemented(std::string("sm90: no backward for ") +
                        (reason_for_sm80 ? reason_for_sm80 : "this GPU") +
                        ", and sm80 is not built");
+#endif
+}
+
+void launch_projection(const ProjectionParams& params, const CudaLaunch& launch) {
+  const std::string lacks = "x: there is no FP8 linear map ";
+#if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
+  // NOTE: there is no sm80 kernel that HSTU_ATTN_FORCE_ARCH could choose.
+  if (launch.device.capability != 90) throw NotImplemented(lacks + "but on Hopper GPUs");
+  sm90::ProjectionKernel kernel = nullptr;
+  [[maybe_unused]] const auto offer = [&]<int kHeadDim>() {
+    constexpr DType kDType = DType::kFloat8E4M3;
+    if (params.residual) kernel = sm90::output_map<kHeadDim, kDType>();
+    if (params.head_dim == kHeadDim) kernel = sm90::projection<kHeadDim, kDType>();
+  };
+  [&]<int... kHeadDims>(std::integer_sequence<int, kHeadDims...>) {
+    (offer.template operator()<kHeadDims>(), ...);
+  }(Fp8ProjectionHeadDims{});
+  if (kernel) return kernel(params, launch);
+  throw NotImplemented(lacks + "but for head dims " + names(Fp8ProjectionHeadDims{}) +
+                       "; got head_dim " + std::to_string(params.head_dim));
+#else
+  throw NotImplemented(lacks + "in this build: HSTU_ATTN_DTYPES or HSTU_ATTN_ARCHS left it out");
 #endif
 }
 

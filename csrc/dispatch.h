@@ -15,6 +15,7 @@
 
 #include "common/not_implemented.h"
 #include "params.h"
+#include "quantize/projection.h"
 #include "scheduler/split_kv.h"
 
 namespace hstu {
@@ -78,5 +79,8 @@ std::optional<DenseBias> faster_rab(const CudaDevice& device, const ForwardParam
 // rab and drab may have any strides.
 ForwardKernel forward_kernel(const CudaLaunch& launch, const ForwardParams& params);
 BackwardKernel backward_kernel(const CudaLaunch& launch, const BackwardParams& params);
+
+// Launches an e4m3 linear map. Throws NotImplemented if the build or the GPU has none.
+void launch_projection(const ProjectionParams& params, const CudaLaunch& launch);
 
 }  // namespace hstu

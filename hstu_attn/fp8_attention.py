@@ -21,7 +21,7 @@ from . import ops
 from .call import NO_BIAS, AttentionCall, BiasTensors
 from .quantization import Quantized, dequantized_rows
 
-__all__ = ["attention_keeping_e4m3", "attention_of_silu"]
+__all__ = ["attention_keeping_e4m3", "attention_of_codes", "attention_of_silu"]
 
 
 def attention_keeping_e4m3(
@@ -63,7 +63,7 @@ class _Attention(torch.autograd.Function):
         x = _quantize(q, k, v, call)
         bias = (rab, pos_weight, ts_weight)
         if q.is_cuda:
-            out = _attention_of_codes(x, q.new_empty((*q.shape[:2], v.shape[2])), call, bias)
+            out = attention_of_codes(x, q.new_empty((*q.shape[:2], v.shape[2])), call, bias)
         else:
             # NOTE: this quantizes once more: there is no operator for codes on a CPU.
             op = torch.ops.hstu_attn.hstu_varlen_fwd
@@ -111,7 +111,7 @@ def attention_of_silu(
         # torch computes SiLU of 16-bit numbers in fp32, as the kernel does.
         return ops.attention(F.silu(q), F.silu(k), F.silu(v), call, bias)
     codes = _quantize(q, k, v, call, silu=True)
-    return _attention_of_codes(codes, q.new_empty((*q.shape[:2], v.shape[2])), call, bias)
+    return attention_of_codes(codes, q.new_empty((*q.shape[:2], v.shape[2])), call, bias)
 
 
 def _quantize(
@@ -122,10 +122,11 @@ def _quantize(
     return Quantized(*_run(op, q, k, v, *sequences, call.quant_mode, call.smooth_k, silu=silu))
 
 
-def _attention_of_codes(
-    x: Quantized, out: Tensor, call: AttentionCall, bias: BiasTensors
-) -> Tensor:
-    """Writes attention of the codes to `out`, on a GPU, and returns it."""
+def attention_of_codes(x: Quantized, out: Tensor, call: AttentionCall, bias: BiasTensors) -> Tensor:
+    """Writes attention of the codes to `out`, on a GPU, and returns it.
+
+    `call` has the mode in which they were quantized.
+    """
     of_codes = _plain(call)._replace(
         q_descale=x.q_descale, k_descale=x.k_descale, v_descale=x.v_descale
     )

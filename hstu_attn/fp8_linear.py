@@ -7,10 +7,15 @@
 Scales are as in quantization.py: the largest finite magnitude over 448. A factor is quantized from
 its own dtype, so an fp32 weight is rounded once. Results are bf16, the only dtype for which
 `torch._scaled_mm` takes scales of rows; on a CPU it computes the same sums in fp32.
+
+On Hopper GPUs a kernel of this library (csrc/sm90/projection.h) computes two of a layer's maps and
+what follows them: `add_linear` adds the residual, and `project` quantizes silu(z) of v, q and k for
+attention.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,17 +23,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .quantization import E4M3, LARGEST_CODE, SMALLEST_DESCALE
+from . import ops
+from .quantization import E4M3, LARGEST_CODE, SMALLEST_DESCALE, Quantized
 
 __all__ = [
+    "MAX_SEQUENCES",
     "Factor",
     "QuantizeRows",
+    "add_linear",
     "check_rows",
     "fp8_linear",
+    "has_kernel",
     "input_product",
     "product",
+    "project",
     "quantize_rows",
 ]
+
+MAX_SEQUENCES = 1024
+"""The most sequences of a batch for `project`: kMaxProjectionSequences."""
+
+MIN_ELEMENTS = 2**23
+"""The fewest results of `add_linear`: then each multiprocessor of an H200 has one tile or two."""
 
 Factor = tuple[Tensor, Tensor]
 """Codes and descales of a matrix, as `quantize_rows` returns them."""
@@ -85,6 +101,73 @@ def input_product(gradient: Tensor, weight: Tensor, quantize: QuantizeRows) -> T
         quantize: `quantize_rows`, or a kernel for it.
     """
     return product(quantize(gradient), quantize(weight.t().contiguous()))
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def has_kernel(x: Tensor, columns: int) -> bool:
+    """Returns whether `add_linear` or `project` can map rows like `x` to `columns` columns.
+
+    For `project` they are the columns of u, of v, of q and of k.
+    """
+    return (
+        x.is_cuda
+        and torch._C._dispatch_has_kernel_for_dispatch_key("hstu_attn::linear_fp8", "CUDA")
+        and _is_hopper(x.device)
+        and x.shape[0] * columns >= MIN_ELEMENTS
+        and columns % 256 == 0
+    )
+
+
+def add_linear(x: Factor, weight: Factor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """Computes `residual + product(x, weight, bias)`, which is rounded once.
+
+    Args:
+        x, weight, bias: as for `product`.
+        residual: `(rows, columns)` bf16, contiguous.
+
+    Returns:
+        `(rows, columns)` bf16.
+    """
+    op = torch.ops.hstu_attn.linear_fp8
+    return ops.below_autograd(op, *x, *weight, _fp32_bias(bias, weight), residual)  # type: ignore[no-any-return]
+
+
+def project(
+    x: Factor, weight: Factor, bias: Tensor | None, cu_seqlens: Tensor, heads: int, keeps_z: bool
+) -> tuple[Tensor, Quantized]:
+    """Computes `z = product(x, weight, bias)`, and quantizes SiLU of its columns of v, q and k.
+
+    Args:
+        x, weight, bias: as for `product`; the columns are those of u, v, q and k, in this order, as
+            many of each.
+        cu_seqlens: the offsets of the sequences, int32 or int64 `(batch + 1,)`; at most
+            `MAX_SEQUENCES`.
+        heads: the number of heads.
+        keeps_z: whether z is wanted, not u's columns alone.
+
+    Returns:
+        z, bf16 `(rows, columns)` or `(rows, columns / 4)`; and the result of `quantize_qkv` in mode
+        2. The values that it quantizes are not rounded to bf16 before SiLU; norms and descales may
+        be larger, by 1 % and in rare cases by a factor of 2.
+    """
+    op = torch.ops.hstu_attn.project_fp8
+    arguments = (*x, *weight, _fp32_bias(bias, weight), cu_seqlens, heads, keeps_z)
+    z, q8, k8, v8, *factors = ops.below_autograd(op, *arguments)
+    q_descale, k_descale, v_descale, q_norm, k_norm = factors
+    none = z.new_empty(0, dtype=torch.float)  # K's mean is not subtracted
+    descales, norms = (q_descale, k_descale, v_descale), (q_norm, k_norm)
+    return z, Quantized(q8, k8, v8, *descales, *norms, none, none)
+
+
+def _fp32_bias(bias: Tensor | None, weight: Factor) -> Tensor:
+    if bias is None:
+        return torch.zeros(weight[0].shape[0], dtype=torch.float, device=weight[0].device)
+    bias = bias.detach().to(torch.float).contiguous()
+    return bias if bias.data_ptr() % 16 == 0 else bias.clone()
 
 
 class _Linear(torch.autograd.Function):

@@ -124,6 +124,8 @@ def register() -> None:
     torch.library.register_fake("hstu_attn::append_paged_kv", _append_fake)
     torch.library.register_fake("hstu_attn::quantize_qkv", _quantize_fake)
     torch.library.register_fake("hstu_attn::forward_fp8", _forward_fp8_fake)
+    torch.library.register_fake("hstu_attn::linear_fp8", _linear_fp8_fake)
+    torch.library.register_fake("hstu_attn::project_fp8", _project_fp8_fake)
     torch.library.register_autograd(
         "hstu_attn::hstu_varlen_fwd", _fwd_gradients, setup_context=_save_for_gradients
     )
@@ -198,6 +200,28 @@ def _append_fake(*args: Any) -> None:
 
 def _forward_fp8_fake(*args: Any) -> None:
     _check_devices(torch.ops.hstu_attn.forward_fp8.default._schema, args)
+
+
+def _linear_fp8_fake(*args: Any) -> Tensor:
+    _check_devices(torch.ops.hstu_attn.linear_fp8.default._schema, args, like="x")
+    *_, residual = args
+    return residual.new_empty(residual.shape)  # type: ignore[no-any-return]
+
+
+def _project_fp8_fake(*args: Any) -> tuple[Tensor, ...]:
+    _check_devices(torch.ops.hstu_attn.project_fp8.default._schema, args, like="x")
+    x, _, weight, _, _, cu_seqlens, heads, keeps_z = args
+    total, columns = x.shape[0], weight.shape[0]
+    blocks, head_dim = max_blocks(total, cu_seqlens.shape[0] - 1), columns // 4 // heads
+    rows = (total, heads, head_dim)
+    return (
+        x.new_empty((total, columns if keeps_z else columns // 4), dtype=torch.bfloat16),
+        *(x.new_empty(shape) for shape in (rows, rows, (blocks, heads, head_dim, BLOCK))),
+        *(
+            x.new_empty((heads, count), dtype=torch.float)
+            for count in (total, blocks, blocks, total, blocks)
+        ),
+    )
 
 
 def _quantize_fake(*args: Any) -> tuple[Tensor, ...]:

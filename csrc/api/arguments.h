@@ -12,6 +12,7 @@
 
 #include "../paged/append.h"
 #include "../params.h"
+#include "../quantize/projection.h"
 #include "../quantize/quantize.h"
 #include "tensor_view.h"
 
@@ -115,6 +116,35 @@ struct Fp8Arguments {
     in.read(k_norm);
     in.read(q_mean_product);
     in.read(half_sums);
+  }
+};
+
+// The schema of the arguments that linear_fp8 and project_fp8 share.
+#define HSTU_PROJECTION_SCHEMA \
+  "Tensor x, Tensor x_descale, Tensor weight, Tensor weight_descale, Tensor bias, "
+
+// The arguments of linear_fp8, or of project_fp8 if `is_linear` is false.
+struct ProjectionArguments {
+  TensorView x, x_descale, weight, weight_descale, bias;
+  TensorView residual;    // of linear_fp8
+  TensorView cu_seqlens;  // of project_fp8
+  int64_t heads = 0;
+  bool keeps_z = true;
+
+  template <typename Reader>
+  ProjectionArguments(Reader& in, bool is_linear) {
+    in.read(x);
+    in.read(x_descale);
+    in.read(weight);
+    in.read(weight_descale);
+    in.read(bias);
+    if (is_linear) {
+      in.read(residual);
+    } else {
+      in.read(cu_seqlens);
+      in.read(heads);
+      in.read(keeps_z);
+    }
   }
 };
 
@@ -350,6 +380,7 @@ inline DenseBias to_dense_bias(const TensorView& tensor, DType dtype) {
 // Check everything but the values of tensors, which may be on a device, and fill `params`.
 void to_params(const Arguments& args, ForwardParams& params);
 void to_params(const Arguments& args, const Fp8Arguments& fp8, ForwardParams& params);
+void to_params(const ProjectionArguments& args, bool is_linear, ProjectionParams& params);
 void to_params(const AppendArguments& args, AppendParams& params);
 void to_params(const QuantizeArguments& args, QuantizeParams& params);
 // Fills `params` for the quantization of q, k and v of an attention call. `checked` has been filled

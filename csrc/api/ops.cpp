@@ -161,6 +161,45 @@ void fwd_out(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 #if defined(USE_CUDA)
+// linear_fp8(...) -> Tensor
+void linear_fp8(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  const ProjectionArguments args(in, /*is_linear=*/true);
+  ProjectionParams params;
+  to_params(args, true, params);
+  const Tensor out = allocate(args.residual, args.residual.sizes);
+  params.z = static_cast<uint16_t*>(written_view(out).data);
+  CudaOps::project(args.x, params);
+  stack[0] = from(out);
+}
+
+// project_fp8(...) -> nine tensors
+void project_fp8(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  const ProjectionArguments args(in, /*is_linear=*/false);
+  ProjectionParams params;
+  to_params(args, false, params);
+  const int64_t total = params.batch.total_k, heads = params.heads, head_dim = params.head_dim;
+  const int64_t blocks = max_blocks(total, params.batch.batch);
+  const auto take = [&](std::initializer_list<int64_t> sizes, ScalarType dtype, auto*& data) {
+    const Tensor tensor = allocate(args.x, sizes, dtype);
+    data = static_cast<std::remove_reference_t<decltype(data)>>(written_view(tensor).data);
+    return tensor;
+  };
+  const auto kE4m3 = ScalarType::Float8_e4m3fn, kFloat = ScalarType::Float;
+  const Tensor tensors[] = {take({total, params.z_columns}, ScalarType::BFloat16, params.z),
+                            take({total, heads, head_dim}, kE4m3, params.q8),
+                            take({total, heads, head_dim}, kE4m3, params.k8),
+                            take({blocks, heads, head_dim, Fp8Params::kBlock}, kE4m3, params.v8),
+                            take({heads, total}, kFloat, params.q_descale),
+                            take({heads, blocks}, kFloat, params.k_descale),
+                            take({heads, blocks}, kFloat, params.v_descale),
+                            take({heads, total}, kFloat, params.q_norm),
+                            take({heads, blocks}, kFloat, params.k_norm)};
+  CudaOps::project(args.x, params);
+  for (size_t n = 0; n < std::size(tensors); ++n) stack[n] = from(tensors[n]);
+}
+
 // forward_fp8(..., Tensor(a!) out) -> (): for quantized tensors; `out` is bfloat16 or float16.
 void forward_fp8(StableIValue* stack, uint64_t, uint64_t) {
   StackReader in(stack);
@@ -323,6 +362,10 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
       "") ", Tensor(a!) q8, Tensor(b!) k8, Tensor(c!) v8, Tensor(d!) out_q_descale, "
           "Tensor(e!) out_k_descale, Tensor(f!) out_v_descale, Tensor(g!) q_norm, "
           "Tensor(h!) k_norm, Tensor(i!) q_mean_product, Tensor(j!) k_mean) -> bool");
+  m.def("linear_fp8(" HSTU_PROJECTION_SCHEMA "Tensor residual) -> Tensor");
+  m.def("project_fp8(" HSTU_PROJECTION_SCHEMA
+        "Tensor cu_seqlens, int heads, bool keeps_z) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
+        "Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "append_paged_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor page_offsets, "
       "Tensor page_ids, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? num_targets, "
@@ -348,5 +391,9 @@ STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CUDA, m) {
   HSTU_REGISTER(CudaOps);
   m.impl("forward_fp8", hstu::forward_fp8);
+#if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
+  m.impl("linear_fp8", hstu::linear_fp8);
+  m.impl("project_fp8", hstu::project_fp8);
+#endif
 }
 #endif

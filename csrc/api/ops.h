@@ -53,6 +53,8 @@ struct CudaOps {
   static void append(const AppendArguments& args, const AppendParams& params);
   static void quantize(const QuantizeArguments& args, const QuantizeOutputs& outputs,
                        QuantizeParams& params);
+  // linear_fp8 and project_fp8, for e4m3 rows `x`.
+  static void project(const TensorView& x, const ProjectionParams& params);
 };
 
 }  // namespace hstu

@@ -6,6 +6,7 @@
 
 #include "../common/math.h"
 #include "../dispatch.h"
+#include "../quantize/projection.h"
 #include "tile_config.h"
 
 namespace hstu::sm90 {
@@ -115,5 +116,12 @@ BackwardKernel backward();
 // The backward with products in e4m3, for q, k, v and dO of type kDType.
 template <int kHeadDim, DType kDType>
 BackwardKernel backward_e4m3();
+
+// The e4m3 linear maps of a layer whose heads have kHeadDim columns; kDType is e4m3.
+using ProjectionKernel = void (*)(const ProjectionParams& params, const CudaLaunch& launch);
+template <int kHeadDim, DType kDType>
+ProjectionKernel projection();
+template <int kHeadDim, DType kDType>
+ProjectionKernel output_map();
 
 }  // namespace hstu::sm90

@@ -29,8 +29,9 @@ backward reads whole rows. The forward and the backward cast weights to the dtyp
 use them, and do not save the casts.
 
 In FP8, the kernel that computes an input of a matrix product or of attention also quantizes it: the
-norm, the gate, and for q, k and v the kernel that applies SiLU. SiLU of q, k and v exists in 16
-bits only in the backward, so it is always recomputed.
+norm, the gate, and for q, k and v the kernel that applies SiLU. On Hopper GPUs that kernel also
+computes z, if sequences are long. SiLU of q, k and v exists in 16 bits only in the backward, so it
+is always recomputed.
 
 As in ops.py, eager calls go through one `torch.autograd.Function` that calls the functions below,
 and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.compile`,
@@ -49,9 +50,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import ops
 from ..call import AttentionCall, BiasTensors
-from ..fp8_attention import attention_of_silu
-from ..fp8_linear import Factor, check_rows, input_product, product
+from ..fp8_attention import attention_of_codes, attention_of_silu
+from ..fp8_linear import (
+    MAX_SEQUENCES,
+    Factor,
+    add_linear,
+    check_rows,
+    has_kernel,
+    input_product,
+    product,
+    project,
+)
 from ..layer_math import Attend, Weights, hstu_unit, linear, split_uvqk
+from ..quantization import Quantized
 from .settings import Kept, Settings
 from .steps import HAS_TRITON, Steps, steps_for
 
@@ -150,6 +161,29 @@ def _linear_backward(
     return input_product(gradient, weight, functions.quantize_rows)
 
 
+# `project` computes blocks of 128 rows of one sequence. Below this mean length, the rows missing in
+# last blocks cost more than it saves.
+MIN_PROJECTED_LENGTH = 512
+
+
+def _projects_codes(x: Tensor, call: AttentionCall, settings: Settings) -> bool:
+    """Returns whether one kernel computes z and quantizes SiLU of q, k and v."""
+    sequences = call.cu_seqlens_k.shape[0] - 1
+    return (
+        settings.fp8_linears
+        and _fuses_silu(call, settings)
+        and call.quant_mode == 2
+        and not call.smooth_k
+        and call.seqused_q is None
+        and call.seqused_k is None
+        and settings.hidden_dim == settings.attention_dim
+        and settings.hidden_dim in (64, 128, 256)
+        and sequences <= MAX_SEQUENCES
+        and x.shape[0] >= MIN_PROJECTED_LENGTH * sequences
+        and has_kernel(x, settings.split_sizes[0])
+    )
+
+
 class FusedSteps:
     """Computes the steps of one forward with the functions of `Steps`.
 
@@ -174,22 +208,42 @@ class FusedSteps:
         self._names = settings.kept
 
     def project(self, x: Tensor) -> Tensor:
-        weights, settings, functions = self.weights, self.settings, self.functions
+        weights, settings = self.weights, self.settings
+        normed: Tensor | None
         read: Tensor | Factor
         if settings.fp8_linears:
-            normed, read = functions.quantized_layer_norm(
-                x,
-                weights.input_norm_weight,
-                weights.input_norm_bias,
-                settings.norm_eps,
-                settings.input_centered,
-                keep="normed" in self._names,
-            )
+            normed, read = self._quantized_norm(x)
         else:
-            normed = read = _normalize(x, weights, settings, functions)
+            normed = read = _normalize(x, weights, settings, self.functions)
         z = self._linear(read, weights.uvqk_weight, weights.uvqk_bias)
         self._keep(normed=normed, z=z)
         return z
+
+    def project_codes(self, x: Tensor, call: AttentionCall) -> tuple[Tensor, Quantized]:
+        """Returns u before SiLU, and the quantized v, q and k, for `_projects_codes`."""
+        weights, settings = self.weights, self.settings
+        normed, factor = self._quantized_norm(x)
+        z, codes = project(
+            factor,
+            self.functions.quantize_rows(weights.uvqk_weight),
+            weights.uvqk_bias,
+            call.cu_seqlens_k,
+            settings.num_heads,
+            keeps_z="z" in self._names,
+        )
+        self._keep(normed=normed, z=z)
+        return z[:, : settings.split_sizes[0]], codes
+
+    def _quantized_norm(self, x: Tensor) -> tuple[Tensor | None, Factor]:
+        weights, settings = self.weights, self.settings
+        return self.functions.quantized_layer_norm(
+            x,
+            weights.input_norm_weight,
+            weights.input_norm_bias,
+            settings.norm_eps,
+            settings.input_centered,
+            keep="normed" in self._names,
+        )
 
     def activate(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         activated, settings = None, self.settings
@@ -217,9 +271,12 @@ class FusedSteps:
 
         Without a bias, the epilogue adds `x`. With a bias, the epilogue adds the bias at no cost,
         and `x` is added in place afterwards; `addmm`, which copies `x` first, would need as much
-        memory traffic. An e4m3 product does not add a matrix.
+        memory traffic. Of the e4m3 products, that of `add_linear` adds a matrix.
         """
         if not isinstance(y, Tensor):
+            if has_kernel(x, x.shape[1]) and x.is_contiguous():
+                factor = self.functions.quantize_rows(self.weights.output_weight)
+                return add_linear(y, factor, self.weights.output_bias, x)
             result = self._linear(y, self.weights.output_weight, self.weights.output_bias)
             return result.add_(x)
         weight, bias = self.weights.output_weight.to(x.dtype).t(), self.weights.output_bias
@@ -252,6 +309,20 @@ def _forward(
     return out, [steps.kept[name] for name in settings.kept]
 
 
+@_without_autocast
+def _forward_of_codes(
+    x: Tensor, weights: Weights, call: AttentionCall, seed: Tensor | None, settings: Settings
+) -> tuple[Tensor, list[Tensor]]:
+    """Does the work of `_forward_of_call` where `_projects_codes` holds."""
+    check_rows(x)
+    steps = FusedSteps(x, weights, seed, settings)
+    u, codes = steps.project_codes(x, call)
+    attention = x.new_empty(codes.q8.shape)
+    attention_of_codes(codes, attention, call, _bias_tensors(weights))
+    out = steps.add_output(x, steps.gate(attention, u))
+    return out, [steps.kept[name] for name in settings.kept]
+
+
 def _fuses_silu(call: AttentionCall, settings: Settings) -> bool:
     """Returns whether attention applies SiLU to q, k and v when it quantizes them."""
     return call.quant_mode >= 0 and settings.linear_activation == "silu"
@@ -261,6 +332,8 @@ def _forward_of_call(
     x: Tensor, weights: Weights, call: AttentionCall, seed: Tensor | None, settings: Settings
 ) -> tuple[Tensor, list[Tensor]]:
     """Calls `_forward` with attention of packed rows."""
+    if _projects_codes(x, call, settings):
+        return _forward_of_codes(x, weights, call, seed, settings)
     attention: Callable[..., Tensor] = ops.attention
     if _fuses_silu(call, settings):
         attention, settings = attention_of_silu, settings._replace(linear_activation="silu_u")
@@ -316,7 +389,13 @@ def _backward(
     functions = _functions(x, settings)
     wants = dict(zip(Weights._fields, wanted, strict=True))
     attention, z, normed, activated, y = kept
-    if z is None:
+    if z is None and _projects_codes(x, call, settings):
+        of_all = settings._replace(recompute_linear=False)
+        steps = FusedSteps(x, weights, seed, of_all)
+        steps.project_codes(x, call)
+        z = steps.kept["z"]
+        del steps
+    elif z is None:
         again = _normalize(x, weights, settings, functions) if normed is None else normed
         z = _linear(again, weights.uvqk_weight, weights.uvqk_bias, settings, functions)
         del again

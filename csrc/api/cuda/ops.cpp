@@ -461,4 +461,13 @@ void CudaOps::quantize(const QuantizeArguments& args, const QuantizeOutputs&,
   quantize_qkv(params, current_stream(device_index));
 }
 
+void CudaOps::project(const TensorView& x, const ProjectionParams& params) {
+  if (params.batch.total_k == 0) return;
+  const DeviceGuard guard(x.device_index);
+  CudaLaunch launch;
+  launch.device = cuda_device(x.device_index);
+  launch.stream = current_stream(x.device_index);
+  launch_projection(params, launch);
+}
+
 }  // namespace hstu
