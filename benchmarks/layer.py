@@ -11,6 +11,7 @@ the forward, and the forward with a backward to the rows and every weight. The i
     fused_recompute_all  fused, with all recompute flags
     fused_fp8_attention  fused, with attention in FP8 (mode 2)
     fused_fp8            fused, with attention and matrix products in FP8
+    fused_fp8_backward   fused_fp8, with the backward of attention in FP8, too
     composed             the layer as torch functions around the attention operator
     compiled             composed, under torch.compile
 
@@ -50,6 +51,10 @@ IMPLS: dict[str, dict[str, Any]] = {
     "fused_recompute_all": {"fused": True, **RECOMPUTE_ALL},
     "fused_fp8_attention": {"fused": True, "fp8": {"attention": {"mode": 2}}},
     "fused_fp8": {"fused": True, "fp8": {"attention": {"mode": 2}, "linears": True}},
+    "fused_fp8_backward": {
+        "fused": True,
+        "fp8": {"attention": {"mode": 2, "backward": "e4m3"}, "linears": True},
+    },
     "composed": {"fused": False},
     "compiled": {"fused": False},
 }
@@ -154,7 +159,7 @@ _PRODUCTS = re.compile(r"gemm|nvjet|cutlass|cublas|xmma|splitK", re.IGNORECASE)
 def group_of(kernel: str) -> str:
     """Returns the group of a kernel, by its name: "attention", "gemm" or else "elementwise"."""
     if "hstu::" in kernel:
-        return "attention"
+        return "gemm" if "run_projection" in kernel else "attention"
     return "gemm" if _PRODUCTS.search(kernel) else "elementwise"
 
 

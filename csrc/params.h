@@ -269,6 +269,9 @@ struct ForwardParams {
 };
 
 struct BackwardParams : ForwardParams {
+  // With backward_e4m3: q, k and v are SiLU of the tensors, and dq, dk and dv are the gradients of
+  // what SiLU returns.
+  bool silu = false;
   PackedTensor dout;  // [total_q, H, Dv]
   PackedTensor dq;    // [total_q, H, D]
   PackedTensor dk;    // [total_k, H, D]

@@ -151,8 +151,8 @@ def project(
 
     Returns:
         z, bf16 `(rows, columns)` or `(rows, columns / 4)`; and the result of `quantize_qkv` in mode
-        2. The values that it quantizes are not rounded to bf16 before SiLU; norms and descales may
-        be larger, by 1 % and in rare cases by a factor of 2.
+        2, from SiLU with an absolute error of `2**-12 * abs(z)`. The norms are larger by about 1 %,
+        so that a few descales are twice as large; magnitudes above 1e18 may have larger descales.
     """
     op = torch.ops.hstu_attn.project_fp8
     arguments = (*x, *weight, _fp32_bias(bias, weight), cu_seqlens, heads, keeps_z)

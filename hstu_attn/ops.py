@@ -31,6 +31,7 @@ __all__ = [
     "append_paged_kv",
     "attention",
     "attention_backward",
+    "attention_backward_of_silu",
     "attention_gradients",
     "attention_packed",
     "below_autograd",
@@ -124,6 +125,7 @@ def register() -> None:
     torch.library.register_fake("hstu_attn::append_paged_kv", _append_fake)
     torch.library.register_fake("hstu_attn::quantize_qkv", _quantize_fake)
     torch.library.register_fake("hstu_attn::forward_fp8", _forward_fp8_fake)
+    torch.library.register_fake("hstu_attn::backward_of_silu", _backward_of_silu_fake)
     torch.library.register_fake("hstu_attn::linear_fp8", _linear_fp8_fake)
     torch.library.register_fake("hstu_attn::project_fp8", _project_fp8_fake)
     torch.library.register_autograd(
@@ -200,6 +202,10 @@ def _append_fake(*args: Any) -> None:
 
 def _forward_fp8_fake(*args: Any) -> None:
     _check_devices(torch.ops.hstu_attn.forward_fp8.default._schema, args)
+
+
+def _backward_of_silu_fake(*args: Any) -> None:
+    _check_devices(torch.ops.hstu_attn.backward_of_silu.default._schema, args)
 
 
 def _linear_fp8_fake(*args: Any) -> Tensor:
@@ -563,6 +569,24 @@ def attention_backward(
     )
     below_autograd(_bwd_out, dout, *qkv, *bias, *call, *gradients, drab, dpos, dts)
     return drab, dpos, dts
+
+
+def attention_backward_of_silu(
+    dout: Tensor,
+    z: Sequence[Tensor],
+    call: AttentionCall,
+    bias: BiasTensors,
+    gradients: Sequence[Tensor],
+) -> None:
+    """Computes the e4m3 backward of attention of SiLU, which is not stored in 16 bits, on a GPU.
+
+    Args:
+        dout, call, bias: as in `attention_backward`; `call.backward_e4m3` is True.
+        z: what SiLU turns into q, k and v.
+        gradients: dq, dk and dv: the gradients of the results of SiLU.
+    """
+    op = torch.ops.hstu_attn.backward_of_silu
+    below_autograd(op, dout, *z, *bias, *call, *gradients)
 
 
 def check_build(q: Tensor) -> None:

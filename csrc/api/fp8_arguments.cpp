@@ -190,7 +190,7 @@ void to_params(const QuantizeArguments& args, QuantizeParams& params) {
   batch.seqused_k = to_index_array("seqused_k", args.seqused_k, q, b, "(batch)");
 
   params.smooth_k = args.smooth_k;
-  params.silu = args.silu;
+  params.silu_q = params.silu_kv = args.silu;
   if (is_e4m3) {
     params.dtype = DType::kFloat8E4M3;
     check_range("mode", args.mode, -1, -1, "-1 with float8_e4m3fn");

@@ -161,6 +161,26 @@ void fwd_out(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 #if defined(USE_CUDA)
+// backward_of_silu(Tensor dout, ..., Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> (): see
+// BackwardParams::silu.
+void backward_of_silu(StableIValue* stack, uint64_t, uint64_t) {
+  StackReader in(stack);
+  TensorView dout;
+  in.read(dout);
+  const Arguments args(in, false);
+  Gradients gradients;
+  for (TensorView* gradient : {&gradients.dq, &gradients.dk, &gradients.dv}) {
+    in.read_written(*gradient);
+  }
+  if (!args.backward_e4m3) fail("backward_e4m3", "true", "false");
+  BackwardParams params;
+  to_params(args, params);
+  params.silu = true;
+  CudaOps::check(args, params);
+  set_gradients(dout, gradients, args, params);
+  CudaOps::backward(args, dout, gradients, params);
+}
+
 // linear_fp8(...) -> Tensor
 void linear_fp8(StableIValue* stack, uint64_t, uint64_t) {
   StackReader in(stack);
@@ -350,6 +370,8 @@ STABLE_TORCH_LIBRARY(hstu_attn, m) {
   m.def("hstu_varlen_bwd_out(Tensor dout, " HSTU_CALL_SCHEMA
         ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? drab, "
         "Tensor(e!)? dpos_weight, Tensor(f!)? dts_weight) -> ()");
+  m.def("backward_of_silu(Tensor dout, " HSTU_CALL_SCHEMA
+        ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");
   m.def("forward_fp8(" HSTU_CALL_SCHEMA HSTU_FP8_SCHEMA ", Tensor(a!) out) -> ()");
   m.def("composed_fwd(" HSTU_CALL_SCHEMA HSTU_PAGED_SCHEMA ", Tensor(a!) out) -> bool");
   m.def("composed_bwd(Tensor dout, " HSTU_CALL_SCHEMA
@@ -391,6 +413,7 @@ STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(hstu_attn, CUDA, m) {
   HSTU_REGISTER(CudaOps);
   m.impl("forward_fp8", hstu::forward_fp8);
+  m.impl("backward_of_silu", hstu::backward_of_silu);
 #if defined(HSTU_ATTN_SM90) && defined(HSTU_ATTN_DTYPE_E4M3)
   m.impl("linear_fp8", hstu::linear_fp8);
   m.impl("project_fp8", hstu::project_fp8);

@@ -32,7 +32,7 @@ void to_params(const ProjectionArguments& args, bool is_linear, ProjectionParams
   if (x.dim() != 2) fail("x", "shape (total, depth)", describe_shape(x));
   if (weight.dim() != 2) fail("weight", "shape (columns, depth)", describe_shape(weight));
   const int64_t total = x.size(0), depth = x.size(1), columns = weight.size(0);
-  check_range("x", total, 0, INT_MAX, "at most 2^31 - 1 rows");
+  check_range("x", total, 0, INT_MAX - 255, "less than 2^31 - 255 rows");
   check_multiple("x", depth, 16, "a depth that is a multiple of 16");
   const auto kE4m3 = ScalarType::Float8_e4m3fn, kFloat = ScalarType::Float;
   params.x8 =

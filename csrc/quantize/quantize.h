@@ -40,7 +40,8 @@ struct QuantizeParams {
   BatchParams batch;               // max_seqlen_q and max_seqlen_k are not used
   QuantMode mode = QuantMode::kBlock;
   bool smooth_k = false;  // subtract K's mean over each sequence and head
-  bool silu = false;      // quantize SiLU of q, k and v, rounded to their dtype
+  bool silu_q = false;    // quantize SiLU of q, rounded to its dtype
+  bool silu_kv = false;   // the same for k and v
 
   // Descales of e4m3 inputs.
   GivenDescale given_q, given_k, given_v;

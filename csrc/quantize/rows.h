@@ -217,7 +217,7 @@ struct Rows {
       from += tensor.row_stride * (kRowsAtOnce * kBytes);
     }
     if constexpr (!Piece<Element>::kIsE4m3) {
-      if (params.silu) {
+      if (&tensor == &params.q ? params.silu_q : params.silu_kv) {
 #pragma unroll
         for (Piece<Element>& piece : pieces) piece.activate();
       }

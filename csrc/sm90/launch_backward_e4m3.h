@@ -93,8 +93,7 @@ struct E4m3BackwardLauncher {
         return workspace.take<uint8_t>(count * heads *
                                        round_up(tensor.head_dim, kQuantizedHeadDimUnit));
       };
-      const auto take = [&](const PackedTensor& rows, const PackedTensor& keys,
-                            bool has_key_columns) {
+      const auto take = [&](const PackedTensor& rows, const PackedTensor& keys, bool is_q_and_k) {
         QuantizeParams to;
         to.q = rows;
         to.k = to.v = keys;
@@ -103,10 +102,12 @@ struct E4m3BackwardLauncher {
         to.batch = batch;
         to.mode = QuantMode::kHead;
         to.for_backward = true;
+        to.silu_q = params.silu && is_q_and_k;
+        to.silu_kv = params.silu;
         to.q8 = take_rows(to.q, batch.total_q);
         to.k8 = take_rows(to.k, batch.total_k);
         to.q_columns = take_columns(to.q, q_blocks);
-        if (has_key_columns) to.k_columns = take_columns(to.k, k_blocks);
+        if (is_q_and_k) to.k_columns = take_columns(to.k, k_blocks);
         to.q_descale = workspace.take<float>(heads * batch.total_q);
         to.k_descale = workspace.take<float>(heads * k_blocks);
         to.workspace = workspace.take<char>(quantize_workspace_bytes(to));

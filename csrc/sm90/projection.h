@@ -2,8 +2,9 @@
 //
 //   z = x_descale[row] * weight_descale[column] * (x8 W8^T) + bias, in bf16
 //
-// The projection to u, v, q and k also quantizes silu(z) of v, q and k for FP8 attention, as
-// quantize_qkv() does in mode kBlock. The output map adds the residual to z.
+// The projection to u, v, q and k also quantizes silu(z) of v, q and k for FP8 attention, with the
+// scales of quantize_qkv() in mode kBlock. Its SiLU has an absolute error of 2^-12 |z|. The output
+// map adds the residual to z.
 //
 // A work tile has 128 rows of one sequence, 64 for each of two consumer warpgroups, and 256
 // columns. The warpgroups take turns (a ping-pong schedule): while the products of one run, the
@@ -76,8 +77,9 @@ struct Projection {
     alignas(1024) Element x[kStages][kWarpgroupRows * kDepth];
     alignas(1024) Element weight[kStages][kColumns * kDepth];
     Pipeline<kStages> pipeline;
-    // Of work tile n, in slot n % kSlots. A warpgroup writes the magnitudes of a slot after it has
-    // waited for its turn four work tiles later, so that the other one has read them.
+    // Work tile n has slots n % kSlots and n % kTileSlots. The producer is at most kStages stages
+    // ahead, and a warpgroup at most two work tiles ahead of the other one, because they take
+    // turns: so what a slot has is read before it is written again.
     cutlass::arch::ClusterBarrier has_largest[kSlots][2];
     Largest largest[kSlots][2][4][kHeads];  // of each warp of a warpgroup
     ProjectionTile tiles[kTileSlots];
@@ -90,14 +92,15 @@ struct Projection {
     int work_tiles;
   };
   static_assert(sizeof(SharedMemory) <= kSharedMemory);
+  static_assert(kStages <= 2 * kSlots - 3 && kStages <= 2 * kTileSlots - 5 && kSlots >= 4);
   static_assert(kIsOutput || kHeads * kHeadDim == kColumns);
 
   static HSTU_DEVICE void run(const ProjectionParams& params, const ProjectionMaps& maps,
                               SharedMemory& smem) {
     if (threadIdx.x == 0) {
-      smem.pipeline.init(kClusterSize * 4);
+      smem.pipeline.init(kClusterSize * 4 * kArrivalsOfWarp);
       for (auto& slot : smem.has_largest) {
-        for (auto& barrier : slot) barrier.init(4);
+        for (auto& barrier : slot) barrier.init(4 * kArrivalsOfWarp);
       }
       cutlass::arch::fence_barrier_init();
       cute::prefetch_tma_descriptor(&maps.x);
@@ -331,7 +334,12 @@ struct Projection {
     HSTU_DEVICE void release(const PipelineState<kStages>& state) {
       __syncwarp();
       const int lane = Place().lane;
-      smem.pipeline.empty[state.index()].arrive(lane, lane < kClusterSize);
+      auto& empty = smem.pipeline.empty[state.index()];
+      if constexpr (kArrivalsOfWarp == 1) {
+        empty.arrive(lane, lane < kClusterSize);
+      } else {
+        for (int rank = 0; rank < kClusterSize; ++rank) empty.arrive(rank);
+      }
     }
 
     // The accumulator of column n of eight.
@@ -420,7 +428,7 @@ struct Projection {
       }
       if constexpr (kQuantizes) publish(slot, tile, place, largest);
       __syncwarp();
-      if (place.lane == 0) smem.has_largest[slot][warpgroup].arrive();
+      if (arrives_for_warp()) smem.has_largest[slot][warpgroup].arrive();
     }
 
     // Publishes the magnitudes of the rows that are kept. `largest` has a number with the largest
@@ -535,7 +543,7 @@ struct Projection {
         float base = descale_of(most.magnitude);
         descale[head] = base;
         if (part != 1) {
-          descale[head] *= growth_of_descale(most.squares * squares_factor(base));
+          descale[head] *= growth_of_descale(scaled_squares(most.squares, base));
           store_factors(tile, place, row, part == 2, first_head + head, base, descale[head], head,
                         most.squares);
         } else if (row == 0 && place.column == 0) {
@@ -550,16 +558,17 @@ struct Projection {
       }
     }
 
-    // With it, sums of squares of numbers before they were rounded to 16 bits become upper bounds
-    // of sums for growth_of_descale().
-    static HSTU_DEVICE float squares_factor(float base) {
-      return (0.5f / base) * (0.5f / base) * (1.0f + 0x1p-7f);
+    // Returns the sum of squares of a row divided by twice `base`: an upper bound, although the
+    // numbers are rounded to 16 bits after they are squared.
+    // NOTE: an infinite sum stays infinite, because no factor is 0.
+    static HSTU_DEVICE float scaled_squares(float squares, float base) {
+      return squares * (0.5f / base) * (0.5f / base) * (1.0f + 0x1p-7f);
     }
 
     // Returns an upper bound of the norm of codes times their descale.
     static HSTU_DEVICE float norm_bound(float squares, float base, float descale) {
       // Subnormal codes are rounded by up to 2^-10.
-      const float bound = sqrtf(squares * squares_factor(base)) * (2.0f * base) * kRounding;
+      const float bound = sqrtf(scaled_squares(squares, base)) * (2.0f * base) * kRounding;
       return fminf(bound + descale * 0x1p-6f, descale * Fp8Params::kHalfSumNorm);
     }
 

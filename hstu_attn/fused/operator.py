@@ -400,7 +400,9 @@ def _backward(
         z = _linear(again, weights.uvqk_weight, weights.uvqk_bias, settings, functions)
         del again
     columns_of_u = settings.split_sizes[0]
-    if settings.activated and activated is None:
+    # The e4m3 backward applies SiLU where it quantizes q, k and v.
+    quantizes_silu = z.is_cuda and call.backward_e4m3 and _fuses_silu(call, settings)
+    if settings.activated and activated is None and not quantizes_silu:
         activated = functions.silu(z[:, columns_of_u:], in_place=False)
     u, v, q, k = _split(z, activated, settings)
     dout = dout.contiguous()
@@ -426,15 +428,14 @@ def _backward(
         doutput_weight = _weight_gradient(dout, y, weights.output_weight)
     del y, y_again
 
-    _, dpos_weight, dts_weight = ops.attention_backward(
-        dattention.unflatten(1, (settings.num_heads, settings.hidden_dim)),
-        (q, k, v),
-        call,
-        _bias_tensors(weights),
-        (dq, dk, dv),
-        (False, True, True),
-    )
-    del dattention, activated, u, v, q, k
+    dattention = dattention.unflatten(1, (settings.num_heads, settings.hidden_dim))
+    of_attention = (dattention, (q, k, v), call, _bias_tensors(weights), (dq, dk, dv))
+    dpos_weight = dts_weight = None
+    if quantizes_silu:
+        ops.attention_backward_of_silu(*of_attention)
+    else:
+        _, dpos_weight, dts_weight = ops.attention_backward(*of_attention, (False, True, True))
+    del dattention, of_attention, activated, u, v, q, k
     has_bias = weights.uvqk_bias is not None
     sums = [
         functions.activation_backward(duvqk[:, columns], z[:, columns], activated, has_bias)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hstu_attn import DenseBias, Mask, Quantization, hstu_attention, reference
-from hstu_attn.call import make_call
+from hstu_attn import DenseBias, Mask, Quantization, hstu_attention, ops, reference
+from hstu_attn.call import NO_BIAS, make_call
 from hstu_attn.quantization import E4M3
 from hstu_attn.testing import MASK_NAMES, Batch, make_batch, poisoned_memory, run
 from tests.helpers.fp8 import BF16, accuracy_batch, relative_error, to_device
@@ -376,3 +377,27 @@ def test_other_gpus_have_no_such_backward():
     batch = batch_of("normal")
     with pytest.raises(NotImplementedError, match="on Hopper GPUs"):
         on_gpu(batch, dout_of(batch))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [96, 128, 256])
+def test_the_backward_of_silu(hopper, dim):
+    """SiLU in the quantization gives the gradients of SiLU in 16 bits, and not of dout."""
+    lengths, heads = (300, 0, 700), 2
+    total = sum(lengths)
+    z = [torch.randn(total, heads, dim, dtype=BF16, device="cuda") for _ in range(3)]
+    dout = torch.randn(total, heads, dim, dtype=BF16, device="cuda")
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    call = make_call(offsets, max(lengths), alpha=dim**-0.5, scaling_seqlen=max(lengths))
+    call = call._replace(window_right=0, backward_e4m3=True)
+    found, wanted = ([torch.empty_like(x) for x in z] for _ in range(2))
+    with poisoned_memory("cuda"):
+        ops.attention_backward_of_silu(dout, z, call, NO_BIAS, found)
+    activated = [F.silu(x.float()).to(BF16) for x in z]
+    ops.attention_backward(dout, activated, call, NO_BIAS, wanted, (False, False, False))
+    for gradient, other in zip(found, wanted, strict=True):
+        # A few elements of silu(z) are rounded to another bf16 number, and then to another code.
+        assert relative_error(gradient, other.double()) < 1e-2
+    plain = call._replace(backward_e4m3=False)
+    with pytest.raises((ValueError, RuntimeError), match="backward_e4m3: expected true, got false"):
+        ops.attention_backward_of_silu(dout, z, plain, NO_BIAS, found)

@@ -16,7 +16,7 @@ from hstu_attn import FP8, HSTULayerConfig, Quantization, fp8_linear
 from hstu_attn.fp8_linear import Factor, add_linear, product, project, quantize_rows
 from hstu_attn.fused import operator
 from hstu_attn.layer import HSTULayer
-from hstu_attn.quantization import E4M3, Quantized, dequantize, max_blocks
+from hstu_attn.quantization import E4M3, Quantized, dequantized_rows, max_blocks
 from hstu_attn.testing import poisoned_memory
 from tests.helpers.fp8 import relative_error
 from tests.helpers.layers import run, with_config
@@ -58,29 +58,35 @@ def two_steps(z: Tensor, cu_seqlens: Tensor, heads: int) -> Quantized:
     return Quantized(*torch.ops.hstu_attn.quantize_qkv(*arguments, silu=True))
 
 
+def values_of(codes: Quantized, cu_seqlens: Tensor) -> dict[str, Tensor]:
+    """Returns the dequantized rows of sequences, fp64."""
+    head_dim = codes.q8.shape[2]
+    rows = dequantized_rows(codes.kept, cu_seqlens, head_dim, torch.double)
+    return {n: x[cu_seqlens[0] : cu_seqlens[-1]] for n, x in zip("qkv", rows, strict=True)}
+
+
 def check_codes(found: Quantized, z: Tensor, cu_seqlens: Tensor, heads: int) -> None:
     """Checks codes, descales and norms against SiLU of `z`, fp64, and `quantize_qkv`."""
-    sequences = (cu_seqlens, cu_seqlens, None, None)
-    head_dim = z.shape[1] // 4 // heads
-    usual = dequantize(two_steps(z.to(BF16), cu_seqlens, heads), *sequences, head_dim, torch.double)
-    values = dequantize(found, *sequences, head_dim, torch.double)
+    usual = values_of(two_steps(z.to(BF16), cu_seqlens, heads), cu_seqlens)
+    values = values_of(found, cu_seqlens)
     begin, end = cu_seqlens[0].item(), cu_seqlens[-1].item()
     _, v, q, k = (F.silu(part).unflatten(1, (heads, -1)) for part in z.double().chunk(4, dim=1))
     for name, wanted in (("q", q), ("k", k), ("v", v)):
         wanted = wanted[begin:end]
-        own = relative_error(getattr(values, name)[begin:end], wanted)
-        other = relative_error(getattr(usual, name)[begin:end], wanted)
+        own = relative_error(values[name], wanted)
+        other = relative_error(usual[name], wanted)
         assert own < 1.05 * other + 1e-3, (name, own, other)
     norms = found.q8.double().norm(dim=2)[begin:end]
     assert norms.max() <= NORM_LIMIT
     bound = found.q_norm.t()[begin:end].double()
     assert (bound >= norms * found.q_descale.t()[begin:end] * (1 - 1e-6)).all()
     assert found.k8.double().norm(dim=2)[begin:end].max() <= NORM_LIMIT
-    k_norms = values.k.norm(dim=2)
+    k_norms = values["k"].norm(dim=2)
     for b, first in enumerate(cu_seqlens[:-1].tolist()):
         last = cu_seqlens[b + 1].item()
         for n, row in enumerate(range(first, last, 128)):
-            block, rows = first // 128 + b + n, slice(row, min(row + 128, last))
+            block = first // 128 + b + n
+            rows = slice(row - begin, min(row + 128, last) - begin)
             assert (found.k_norm[:, block] >= k_norms[rows].amax(0) * (1 - 1e-6)).all()
             ends = found.v8[block].view(torch.uint8).count_nonzero(dim=(0, 1))
             assert ends.count_nonzero() <= last - row  # keys past the end are zero
@@ -112,10 +118,8 @@ def test_project(heads, head_dim, depth, hopper):
         assert torch.equal(u, z[:, :width])
         if lengths:
             check_codes(codes, exact, cu_seqlens, heads)
-            values, same = (
-                dequantize(x, cu_seqlens, cu_seqlens, None, None, head_dim) for x in (codes, again)
-            )
-            assert all(torch.equal(a, b) for a, b in zip(values[:3], same[:3], strict=True))
+            values, same = values_of(codes, cu_seqlens), values_of(again, cu_seqlens)
+            assert all(torch.equal(values[name], same[name]) for name in values)
 
 
 @pytest.mark.gpu
@@ -147,13 +151,11 @@ def test_nan_stays_in_its_row(hopper):
     # Rows without it, whose blocks have no other magnitudes: row 140 is zero in one of them.
     x[140] = 0
     found, wanted = codes_of(bad), codes_of(x)
-    values, clean = (
-        dequantize(y, cu_seqlens, cu_seqlens, None, None, 128) for y in (found, wanted)
-    )
+    values, clean = values_of(found, cu_seqlens), values_of(wanted, cu_seqlens)
     rest = torch.arange(total, device="cuda") != 140
     for name in ("q", "k", "v"):
-        assert getattr(values, name)[140].isnan().all()
-        assert torch.equal(getattr(values, name)[rest], getattr(clean, name)[rest])
+        assert values[name][140].isnan().all()
+        assert torch.equal(values[name][rest], clean[name][rest])
     assert torch.equal(found.k_descale[:, :3], wanted.k_descale[:, :3])
     assert found.k_norm.isfinite().all()
 
