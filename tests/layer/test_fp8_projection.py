@@ -222,7 +222,9 @@ def test_a_layer_projects_codes(has_bias, hopper, monkeypatch):
     assert calls == ["project", "add_linear"]
     again = run(with_config(layer, recompute_linear=True, recompute_norm=True), inputs, cotangent)
     assert calls == ["project", "add_linear"] * 2 + ["project"]
-    assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
+    assert torch.equal(again["output"], found["output"])
+    for name, tensor in found.items():  # sums in the backward have no fixed order
+        assert relative_error(again[name], tensor.double()) < 2e-3, name
     with torch.no_grad():
         assert torch.equal(layer(**inputs), found["output"])
     monkeypatch.setattr(operator, "has_kernel", lambda x, columns: False)
@@ -244,7 +246,7 @@ def test_a_layer_projects_codes(has_bias, hopper, monkeypatch):
         ({"x": lambda t: t[:, :-1]}, "x: expected a depth that is a multiple of 16, got 63"),
         ({"x": lambda t: t.t().contiguous().t()}, r"x: expected a contiguous tensor, got strides"),
         ({"x_descale": lambda t: t[1:]}, r"x_descale: expected shape \(total, 1\) = \(10, 1\)"),
-        ({"weight": lambda t: t[:512]}, "weight: expected u, v, q and k with multiples of 256"),
+        ({"weight": lambda t: t[:, :32]}, r"weight: expected shape \(columns, depth\)"),
         ({"weight_descale": lambda t: t.double()}, "weight_descale: expected float32"),
         ({"bias": lambda t: t.cpu()}, "bias: expected the device of x"),
         ({"bias": lambda t: torch.cat([t, t])[1:1025]}, "bias: expected an address that is a mul"),
