@@ -50,7 +50,8 @@ struct ProjectionTile {
   bool is_quantized = false;
 };
 
-// With a kHeadDim of 0, the output map.
+// The kernel of the projection to heads of kHeadDim columns or, if kHeadDim is 0, of the output
+// map.
 template <int kHeadDim_>
 struct Projection {
   using Element = cutlass::float_e4m3_t;
@@ -135,7 +136,7 @@ struct Projection {
     return static_cast<int>(clamp(params.batch.cu_seqlens_k[n - 1], 0, params.batch.total_k));
   }
 
-  // Writes first_block. Called by a warp.
+  // Writes first_block, first_row and work_tiles. Called by a warp.
   static HSTU_DEVICE void count_blocks(const ProjectionParams& params, SharedMemory& smem) {
     const int lane = threadIdx.x % 32;
     const int count = params.batch.batch + 2;
@@ -164,7 +165,7 @@ struct Projection {
     }
   }
 
-  // Finds block `block` of rows. Called by all lanes of a warp.
+  // Finds the rows of block `block`. Called by all lanes of a warp.
   static HSTU_DEVICE ProjectionTile find_tile(const ProjectionParams& params,
                                               const SharedMemory& smem, int column, int block) {
     const int lane = threadIdx.x % 32;
@@ -236,7 +237,7 @@ struct Projection {
     }
   }
 
-  // A thread's place in its warpgroup.
+  // The rows and columns that a thread has in its warpgroup.
   struct Place {
     // NOTE: in each function it is computed again, which takes fewer registers.
     const uint32_t thread = static_cast<uint32_t>(reload_thread_idx());
@@ -257,7 +258,10 @@ struct Projection {
     // SiLU of the work tile before, which is not quantized yet: four words have eight columns of
     // row lane / 4 + 8 r of the warp.
     uint32_t kept[kGroups][2][4];
-    float squares[kHeads][2];  // sums of a row; of eight columns
+    // The sum of squares of each row and head: of this thread's columns, then, after publish(), of
+    // all columns.
+    float squares[kHeads][2];
+
     HSTU_DEVICE Consumer(const ProjectionParams& params, SharedMemory& smem, int warpgroup)
         : params(params), smem(smem), warpgroup(warpgroup) {}
 
@@ -342,7 +346,7 @@ struct Projection {
       }
     }
 
-    // The accumulator of column n of eight.
+    // Returns the index of the accumulator of column n of the eight of a group.
     static HSTU_DEVICE constexpr int element(int group, int r, int n) {
       return 16 * group + n / 2 * 4 + 2 * r + n % 2;
     }
@@ -468,7 +472,7 @@ struct Projection {
       }
     }
 
-    // Of numbers that are not negative, whose order is that of their bits.
+    // Returns the largest number of the lanes. None is negative, so their bits have their order.
     static HSTU_DEVICE float max_of_warp(float x) {
       return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
     }
@@ -519,7 +523,8 @@ struct Projection {
       }
     }
 
-    // Quantizes the rows that are kept, of work tile `count`, and stores codes, descales and norms.
+    // Quantizes the rows of work tile `count`, which are kept, and stores codes, descales and
+    // norms.
     HSTU_DEVICE void quantize(int count) {
       const ProjectionTile& tile = smem.tiles[count % kTileSlots];
       if (!tile.is_quantized) return;
