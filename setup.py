@@ -65,7 +65,8 @@ FP8_SECONDS = 20  # that one core needs for its source
 HEAD_DIMS = ("32", "64", "128", "256")
 FP8_HEAD_DIMS = ("64", "128", "256")
 FP8_BACKWARD_HEAD_DIMS = ("128", "256")
-FP8_PROJECTION_HEAD_DIMS = ("64", "128", "256")  # divisors of 256
+# Divisors of 256. A layer's FP8 linear maps do not pad heads, so all of these are always built.
+FP8_PROJECTION_HEAD_DIMS = ("64", "128", "256")
 NVCC_GIB = 2  # memory of one nvcc: at most 1.4 GiB, measured with both dtypes at head dim 256
 
 
@@ -271,7 +272,7 @@ def dtype_groups(kind: str, head_dim: str) -> list[list[str]]:
     if kind == "sm90/backward_e4m3" and not (has_fp8 and head_dim in FP8_BACKWARD_HEAD_DIMS):
         return []
     if kind == "sm90/projection":
-        return [list(FP8_DTYPES)] if has_fp8 and head_dim in FP8_PROJECTION_HEAD_DIMS else []
+        return [list(FP8_DTYPES)] if has_fp8 else []
     is_slow = CUDA_TARGETS[kind].seconds > 60 and nvcc_jobs() >= 8
     groups = [[dtype] for dtype in plain] if is_slow else [plain]
     if kind == "sm90/forward" and head_dim in FP8_HEAD_DIMS:
@@ -314,7 +315,8 @@ def cuda_sources() -> list[CudaSource]:
     for kind, target in CUDA_TARGETS.items():
         arch, _, direction = kind.partition("/")
         if arch.removeprefix("sm") in archs:
-            for head_dim in reversed(head_dims()):
+            dims = FP8_PROJECTION_HEAD_DIMS if direction == "projection" else head_dims()
+            for head_dim in reversed(dims):
                 for group in dtype_groups(kind, head_dim):
                     name = f"{kind}_d{head_dim}.{'-'.join(group)}.cu"
                     text = instantiation(arch, direction, head_dim, group)
@@ -337,9 +339,9 @@ def cuda_defines() -> str:
     for name, dims in (
         ("FP8_HEAD_DIMS", FP8_HEAD_DIMS),
         ("FP8_BACKWARD_HEAD_DIMS", FP8_BACKWARD_HEAD_DIMS),
-        ("FP8_PROJECTION_HEAD_DIMS", FP8_PROJECTION_HEAD_DIMS),
     ):
         names.append(f"{name}={','.join(dim for dim in head_dims() if dim in dims)}")
+    names.append(f"FP8_PROJECTION_HEAD_DIMS={','.join(FP8_PROJECTION_HEAD_DIMS)}")
     return " ".join(["-DUSE_CUDA", *(f"-DHSTU_ATTN_{name}" for name in names)])
 
 

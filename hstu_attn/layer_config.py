@@ -28,8 +28,8 @@ class FP8:
             e4m3 with a scale for each row of both factors. Gradients of their weights are bf16
             products. It needs bf16 `x`, and on a GPU compute capability 8.9 or later.
 
-    On Hopper GPUs both parts together are the fastest, with `Quantization(mode=2)` and without
-    `smooth_k`: then the product that makes u, v, q and k also quantizes v, q and k.
+    On Hopper GPUs, with both parts, `Quantization(mode=2)` and no `smooth_k`, the product that
+    makes u, v, q and k also quantizes v, q and k, if sequences are long.
     """
 
     attention: Quantization | None = field(default_factory=Quantization)

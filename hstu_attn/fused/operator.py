@@ -161,8 +161,8 @@ def _linear_backward(
     return input_product(gradient, weight, functions.quantize_rows)
 
 
-# `project` computes blocks of 128 rows of one sequence. Below this mean length, the rows missing in
-# last blocks cost more than it saves.
+# `project` computes blocks of 128 rows of one sequence: at this mean length, blocks have 12 % more
+# rows than sequences. It saves a quarter of the time, so this limit is a cautious estimate.
 MIN_PROJECTED_LENGTH = 512
 
 

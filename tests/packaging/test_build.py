@@ -184,6 +184,7 @@ def test_the_build_writes_its_kernels_from_the_lists(
         for arch in ("sm80", "sm90")
         for direction in ("forward", "backward")
     } | {"sm90/forward_d96.e4m3.cu"}
+    wanted |= {f"sm90/projection_d{dim}.e4m3.cu" for dim in setup.FP8_PROJECTION_HEAD_DIMS}
     assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.cu")} == wanted
     source = tmp_path / "sm90/forward_d96.bf16-fp16.cu"
     assert source.read_text() == (
