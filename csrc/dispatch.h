@@ -15,7 +15,6 @@
 
 #include "common/not_implemented.h"
 #include "params.h"
-#include "quantize/projection.h"
 #include "scheduler/split_kv.h"
 
 namespace hstu {

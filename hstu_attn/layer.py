@@ -32,6 +32,7 @@ from .bias import thresholds_tensor
 from .cached import CachedRows
 from .call import NO_BIAS, NO_TIMES, AttentionCall, BiasTensors, Times, make_call
 from .fused import operator as fused
+from .fused.forward import infer
 from .jagged import jagged_positions
 from .layer_config import FP8, HSTULayerConfig
 from .layer_math import ComposedSteps, Weights, hstu_unit
@@ -282,7 +283,7 @@ class HSTULayer(nn.Module):
 
         # Under torch.compile the layer is composed: the compiler fuses torch's functions itself.
         if self._is_fused(x) and not fused.is_traced(x):
-            return fused.infer(x, self._weights(), self._seed(x), self._settings(), attend)
+            return infer(x, self._weights(), self._seed(x), self._settings(), attend)
         return hstu_unit(x, self._steps(), attend)
 
     def extra_repr(self) -> str:

@@ -4,7 +4,7 @@
 
     ComposedSteps                       torch's functions, which autograd differentiates
     ShardedSteps (tensor_parallel.py)   torch's functions, for the heads that one rank holds
-    FusedSteps (fused/operator.py)      kernels with one backward for the whole layer
+    FusedSteps (fused/forward.py)       kernels with one backward for the whole layer
 
 How attention is called (packed, cached, or with keys from other ranks) is the caller's choice.
 """

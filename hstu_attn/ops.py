@@ -120,14 +120,11 @@ def register() -> None:
     _bwd_out = namespace.hstu_varlen_bwd_out.default
     torch.library.register_fake("hstu_attn::hstu_varlen_fwd", _fwd_fake)
     torch.library.register_fake("hstu_attn::hstu_varlen_bwd", _bwd_fake)
-    torch.library.register_fake("hstu_attn::hstu_varlen_fwd_out", _fwd_out_fake)
-    torch.library.register_fake("hstu_attn::hstu_varlen_bwd_out", _bwd_out_fake)
-    torch.library.register_fake("hstu_attn::append_paged_kv", _append_fake)
     torch.library.register_fake("hstu_attn::quantize_qkv", _quantize_fake)
-    torch.library.register_fake("hstu_attn::forward_fp8", _forward_fp8_fake)
-    torch.library.register_fake("hstu_attn::backward_of_silu", _backward_of_silu_fake)
     torch.library.register_fake("hstu_attn::linear_fp8", _linear_fp8_fake)
     torch.library.register_fake("hstu_attn::project_fp8", _project_fp8_fake)
+    for name, like in _WITHOUT_RESULTS.items():
+        torch.library.register_fake(f"hstu_attn::{name}", _checks_devices(name, like))
     torch.library.register_autograd(
         "hstu_attn::hstu_varlen_fwd", _fwd_gradients, setup_context=_save_for_gradients
     )
@@ -188,24 +185,23 @@ def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _fwd_out_fake(*args: Any) -> None:
-    _check_devices(torch.ops.hstu_attn.hstu_varlen_fwd_out.default._schema, args)
+# Operators that write into arguments, and the argument whose device the others must have.
+_WITHOUT_RESULTS = {
+    "hstu_varlen_fwd_out": "q",
+    "hstu_varlen_bwd_out": "q",
+    "forward_fp8": "q",
+    "backward_of_silu": "q",
+    "append_paged_kv": "k",
+}
 
 
-def _bwd_out_fake(*args: Any) -> None:
-    _check_devices(torch.ops.hstu_attn.hstu_varlen_bwd_out.default._schema, args)
+def _checks_devices(name: str, like: str) -> Callable[..., None]:
+    """Returns the fake kernel of an operator without results."""
 
+    def fake(*args: Any) -> None:
+        _check_devices(getattr(torch.ops.hstu_attn, name).default._schema, args, like)
 
-def _append_fake(*args: Any) -> None:
-    _check_devices(torch.ops.hstu_attn.append_paged_kv.default._schema, args, like="k")
-
-
-def _forward_fp8_fake(*args: Any) -> None:
-    _check_devices(torch.ops.hstu_attn.forward_fp8.default._schema, args)
-
-
-def _backward_of_silu_fake(*args: Any) -> None:
-    _check_devices(torch.ops.hstu_attn.backward_of_silu.default._schema, args)
+    return fake
 
 
 def _linear_fp8_fake(*args: Any) -> Tensor:

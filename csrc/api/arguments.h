@@ -12,7 +12,6 @@
 
 #include "../paged/append.h"
 #include "../params.h"
-#include "../quantize/projection.h"
 #include "../quantize/quantize.h"
 #include "tensor_view.h"
 

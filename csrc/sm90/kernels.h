@@ -6,7 +6,6 @@
 
 #include "../common/math.h"
 #include "../dispatch.h"
-#include "../quantize/projection.h"
 #include "tile_config.h"
 
 namespace hstu::sm90 {

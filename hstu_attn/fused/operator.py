@@ -30,8 +30,8 @@ use them, and do not save the casts.
 
 In FP8, the kernel that computes an input of a matrix product or of attention also quantizes it: the
 norm, the gate, and for q, k and v the kernel that applies SiLU. On Hopper GPUs that kernel also
-computes z, if sequences are long. SiLU of q, k and v exists in 16 bits only in the backward, so it
-is always recomputed.
+computes z, if sequences are long. SiLU of q, k and v exists in 16 bits only in a backward that is
+not in e4m3, so it is always recomputed.
 
 As in ops.py, eager calls go through one `torch.autograd.Function` that calls the functions below,
 and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.compile`,
@@ -40,36 +40,35 @@ and `torch.ops.hstu_attn.hstu_layer_forward` and `..._backward` serve `torch.com
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import ops
-from ..call import AttentionCall, BiasTensors
-from ..fp8_attention import attention_of_codes, attention_of_silu
-from ..fp8_linear import (
-    MAX_SEQUENCES,
-    Factor,
-    add_linear,
-    check_rows,
-    has_kernel,
-    input_product,
-    product,
-    project,
+from ..call import AttentionCall
+from ..fp8_linear import input_product
+from ..layer_math import Weights, split_uvqk
+from .forward import (
+    FusedSteps,
+    apply_linear,
+    bias_tensors,
+    forward_of_call,
+    functions_for,
+    fuses_silu,
+    normalize,
+    projects_codes,
+    split_z,
+    without_autocast,
 )
-from ..layer_math import Attend, Weights, hstu_unit, linear, split_uvqk
-from ..quantization import Quantized
 from .settings import Kept, Settings
-from .steps import HAS_TRITON, Steps, steps_for
+from .steps import HAS_TRITON, Steps
 
 __all__ = [
     "Settings",
     "hstu_layer",
-    "infer",
     "is_traced",
     "suits",
 ]
@@ -97,59 +96,8 @@ def is_traced(x: Tensor) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
-# Forward
+# Backward
 # ---------------------------------------------------------------------------------------------
-
-
-_Rest = ParamSpec("_Rest")
-_Result = TypeVar("_Result")
-
-
-def _without_autocast(
-    function: Callable[Concatenate[Tensor, _Rest], _Result],
-) -> Callable[Concatenate[Tensor, _Rest], _Result]:
-    """Disables autocast, which would mix other dtypes into a computation in the dtype of `x`."""
-
-    @functools.wraps(function)
-    def wrapped(tensor: Tensor, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
-        kind = tensor.device.type
-        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-            return function(tensor, *args, **kwargs)
-        with torch.autocast(kind, enabled=False):
-            return function(tensor, *args, **kwargs)
-
-    return wrapped
-
-
-def _functions(x: Tensor, settings: Settings) -> Steps:
-    return steps_for(x, x.shape[1], settings.num_heads * settings.hidden_dim // settings.groups)
-
-
-def _normalize(x: Tensor, weights: Weights, settings: Settings, functions: Steps) -> Tensor:
-    weight, bias = weights.input_norm_weight, weights.input_norm_bias
-    return functions.layer_norm(x, weight, bias, settings.norm_eps, settings.input_centered)
-
-
-def _split(
-    z: Tensor, activated: Tensor | None, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Splits `z` as `split_uvqk` does; takes v, q and k from `activated` if it is given."""
-    u, *vqk = split_uvqk(z, settings)
-    if activated is not None:
-        parts = activated.split(settings.split_sizes[1:], dim=1)
-        vqk = [part.unflatten(1, (settings.num_heads, -1)) for part in parts]
-    v, q, k = vqk
-    return u, v, q, k
-
-
-def _linear(
-    x: Tensor | Factor, weight: Tensor, bias: Tensor | None, settings: Settings, functions: Steps
-) -> Tensor:
-    if isinstance(x, Tensor):
-        if not settings.fp8_linears:
-            return linear(x, weight, bias)
-        x = functions.quantize_rows(x)
-    return product(x, functions.quantize_rows(weight), bias)
 
 
 def _linear_backward(
@@ -161,209 +109,6 @@ def _linear_backward(
     return input_product(gradient, weight, functions.quantize_rows)
 
 
-# `project` computes blocks of 128 rows of one sequence: at this mean length, blocks have 12 % more
-# rows than sequences. It saves a quarter of the time, so this limit is a cautious estimate.
-MIN_PROJECTED_LENGTH = 512
-
-
-def _projects_codes(x: Tensor, call: AttentionCall, settings: Settings) -> bool:
-    """Returns whether one kernel computes z and quantizes SiLU of q, k and v."""
-    sequences = call.cu_seqlens_k.shape[0] - 1
-    return (
-        settings.fp8_linears
-        and _fuses_silu(call, settings)
-        and call.quant_mode == 2
-        and not call.smooth_k
-        and call.seqused_q is None
-        and call.seqused_k is None
-        and settings.hidden_dim == settings.attention_dim
-        and settings.hidden_dim in (64, 128, 256)
-        and sequences <= MAX_SEQUENCES
-        and x.shape[0] >= MIN_PROJECTED_LENGTH * sequences
-        and has_kernel(x, settings.split_sizes[0])
-    )
-
-
-class FusedSteps:
-    """Computes the steps of one forward with the functions of `Steps`.
-
-    Args:
-        x: the rows, whose device, dtype and width choose the implementation.
-        weights: the weights of the layer.
-        seed: the seed of dropout, int64 `(1,)`; None is no dropout.
-        settings: the settings of the call.
-
-    Attributes:
-        kept: the saved tensors for the backward, by the names in `settings.kept`.
-    """
-
-    def __init__(
-        self, x: Tensor, weights: Weights, seed: Tensor | None, settings: Settings
-    ) -> None:
-        self.weights = weights
-        self.seed = seed
-        self.settings = settings
-        self.functions = _functions(x, settings)
-        self.kept: dict[str, Tensor] = {}
-        self._names = settings.kept
-
-    def project(self, x: Tensor) -> Tensor:
-        weights, settings = self.weights, self.settings
-        normed: Tensor | None
-        read: Tensor | Factor
-        if settings.fp8_linears:
-            normed, read = self._quantized_norm(x)
-        else:
-            normed = read = _normalize(x, weights, settings, self.functions)
-        z = self._linear(read, weights.uvqk_weight, weights.uvqk_bias)
-        self._keep(normed=normed, z=z)
-        return z
-
-    def project_codes(self, x: Tensor, call: AttentionCall) -> tuple[Tensor, Quantized]:
-        """Returns u before SiLU, and the quantized v, q and k, for `_projects_codes`."""
-        weights, settings = self.weights, self.settings
-        normed, factor = self._quantized_norm(x)
-        z, codes = project(
-            factor,
-            self.functions.quantize_rows(weights.uvqk_weight),
-            weights.uvqk_bias,
-            call.cu_seqlens_k,
-            settings.num_heads,
-            keeps_z="z" in self._names,
-        )
-        self._keep(normed=normed, z=z)
-        return z[:, : settings.split_sizes[0]], codes
-
-    def _quantized_norm(self, x: Tensor) -> tuple[Tensor | None, Factor]:
-        weights, settings = self.weights, self.settings
-        return self.functions.quantized_layer_norm(
-            x,
-            weights.input_norm_weight,
-            weights.input_norm_bias,
-            settings.norm_eps,
-            settings.input_centered,
-            keep="normed" in self._names,
-        )
-
-    def activate(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        activated, settings = None, self.settings
-        if settings.activated:
-            of_vqk = z[:, settings.split_sizes[0] :]
-            activated = self.functions.silu(of_vqk, in_place=not settings.has_backward)
-        self._keep(activated=activated)
-        return _split(z, activated, settings)
-
-    def gate(self, attention: Tensor, u: Tensor) -> Tensor | Factor:
-        attention = attention.flatten(1)
-        weight, bias = self.weights.gate_weight, self.weights.gate_bias
-        of_call = (attention, u, weight, bias, self.seed, self.settings.gate)
-        y: Tensor | None
-        read: Tensor | Factor
-        if self.settings.fp8_linears:
-            y, read = self.functions.quantized_gate(*of_call, keep="y" in self._names)
-        else:
-            y = read = self.functions.gate(*of_call)
-        self._keep(attention=attention, y=y)
-        return read
-
-    def add_output(self, x: Tensor, y: Tensor | Factor) -> Tensor:
-        """Computes `x + linear(y)` with one addition in the epilogue of the product.
-
-        Without a bias, the epilogue adds `x`. With a bias, the epilogue adds the bias at no cost,
-        and `x` is added in place afterwards; `addmm`, which copies `x` first, would need as much
-        memory traffic. Of the e4m3 products, that of `add_linear` adds a matrix.
-        """
-        if not isinstance(y, Tensor):
-            if has_kernel(x, x.shape[1]) and x.is_contiguous():
-                factor = self.functions.quantize_rows(self.weights.output_weight)
-                return add_linear(y, factor, self.weights.output_bias, x)
-            result = self._linear(y, self.weights.output_weight, self.weights.output_bias)
-            return result.add_(x)
-        weight, bias = self.weights.output_weight.to(x.dtype).t(), self.weights.output_bias
-        if bias is None:
-            return torch.addmm(x, y, weight)
-        return torch.addmm(bias.to(x.dtype), y, weight).add_(x)
-
-    def _linear(self, x: Tensor | Factor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _linear(x, weight, bias, self.settings, self.functions)
-
-    def _keep(self, **tensors: Tensor | None) -> None:
-        for name, tensor in tensors.items():
-            if name in self._names and tensor is not None:
-                self.kept[name] = tensor
-
-
-def _bias_tensors(weights: Weights) -> BiasTensors:
-    return None, weights.pos_weight, weights.ts_weight
-
-
-@_without_autocast
-def _forward(
-    x: Tensor, weights: Weights, seed: Tensor | None, settings: Settings, attend: Attend
-) -> tuple[Tensor, list[Tensor]]:
-    """Returns the result, and the tensors that `settings.kept` names for the backward."""
-    if settings.fp8_linears:
-        check_rows(x)
-    steps = FusedSteps(x, weights, seed, settings)
-    out = hstu_unit(x, steps, attend)
-    return out, [steps.kept[name] for name in settings.kept]
-
-
-@_without_autocast
-def _forward_of_codes(
-    x: Tensor, weights: Weights, call: AttentionCall, seed: Tensor | None, settings: Settings
-) -> tuple[Tensor, list[Tensor]]:
-    """Does the work of `_forward_of_call` where `_projects_codes` holds."""
-    check_rows(x)
-    steps = FusedSteps(x, weights, seed, settings)
-    u, codes = steps.project_codes(x, call)
-    attention = x.new_empty(codes.q8.shape)
-    attention_of_codes(codes, attention, call, _bias_tensors(weights))
-    out = steps.add_output(x, steps.gate(attention, u))
-    return out, [steps.kept[name] for name in settings.kept]
-
-
-def _fuses_silu(call: AttentionCall, settings: Settings) -> bool:
-    """Returns whether attention applies SiLU to q, k and v when it quantizes them."""
-    return call.quant_mode >= 0 and settings.linear_activation == "silu"
-
-
-def _forward_of_call(
-    x: Tensor, weights: Weights, call: AttentionCall, seed: Tensor | None, settings: Settings
-) -> tuple[Tensor, list[Tensor]]:
-    """Calls `_forward` with attention of packed rows."""
-    if _projects_codes(x, call, settings):
-        return _forward_of_codes(x, weights, call, seed, settings)
-    attention: Callable[..., Tensor] = ops.attention
-    if _fuses_silu(call, settings):
-        attention, settings = attention_of_silu, settings._replace(linear_activation="silu_u")
-    attend = functools.partial(attention, call=call, bias=_bias_tensors(weights))
-    return _forward(x, weights, seed, settings, attend)
-
-
-@torch.no_grad()
-def infer(
-    x: Tensor, weights: Weights, seed: Tensor | None, settings: Settings, attend: Attend
-) -> Tensor:
-    """Computes the layer without gradients, with an attention function other than the packed one.
-
-    Args:
-        x: `(total, embedding_dim)`, of one of the dtypes of attention.
-        weights, settings: see their classes; `has_backward` is False.
-        seed: the seed of dropout, int64 `(1,)`; None is no dropout.
-        attend: the attention function.
-
-    Returns:
-        `(total, embedding_dim)` in the dtype of `x`.
-    """
-    return _forward(x, weights, seed, settings, attend)[0]
-
-
-# ---------------------------------------------------------------------------------------------
-# Backward
-# ---------------------------------------------------------------------------------------------
-
-
 def _weight_gradient(doutput: Tensor, read: Tensor, weight: Tensor) -> Tensor:
     """Returns `doutput.T @ read` in the weight's dtype, for fp32 weights without prior rounding."""
     if weight.dtype == torch.float32 and doutput.dtype != torch.float32 and doutput.is_cuda:
@@ -371,7 +116,7 @@ def _weight_gradient(doutput: Tensor, read: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(doutput.t(), read).to(weight.dtype)
 
 
-@_without_autocast
+@without_autocast
 def _backward(
     dout: Tensor,
     x: Tensor,
@@ -386,25 +131,25 @@ def _backward(
 
     The matrix product for the gradient of a frozen weight is skipped.
     """
-    functions = _functions(x, settings)
+    functions = functions_for(x, settings)
     wants = dict(zip(Weights._fields, wanted, strict=True))
     attention, z, normed, activated, y = kept
-    if z is None and _projects_codes(x, call, settings):
-        of_all = settings._replace(recompute_linear=False)
-        steps = FusedSteps(x, weights, seed, of_all)
+    if z is None and projects_codes(x, call, settings):
+        only_z = settings._replace(recompute_linear=False, recompute_norm=True)
+        steps = FusedSteps(x, weights, seed, only_z)
         steps.project_codes(x, call)
         z = steps.kept["z"]
         del steps
     elif z is None:
-        again = _normalize(x, weights, settings, functions) if normed is None else normed
-        z = _linear(again, weights.uvqk_weight, weights.uvqk_bias, settings, functions)
+        again = normalize(x, weights, settings, functions) if normed is None else normed
+        z = apply_linear(again, weights.uvqk_weight, weights.uvqk_bias, settings, functions)
         del again
     columns_of_u = settings.split_sizes[0]
     # The e4m3 backward applies SiLU where it quantizes q, k and v.
-    quantizes_silu = z.is_cuda and call.backward_e4m3 and _fuses_silu(call, settings)
+    quantizes_silu = z.is_cuda and call.backward_e4m3 and fuses_silu(call, settings)
     if settings.activated and activated is None and not quantizes_silu:
         activated = functions.silu(z[:, columns_of_u:], in_place=False)
-    u, v, q, k = _split(z, activated, settings)
+    u, v, q, k = split_z(z, activated, settings)
     dout = dout.contiguous()
     duvqk = torch.empty_like(z)
     du, dv, dq, dk = split_uvqk(duvqk, settings)
@@ -429,7 +174,7 @@ def _backward(
     del y, y_again
 
     dattention = dattention.unflatten(1, (settings.num_heads, settings.hidden_dim))
-    of_attention = (dattention, (q, k, v), call, _bias_tensors(weights), (dq, dk, dv))
+    of_attention = (dattention, (q, k, v), call, bias_tensors(weights), (dq, dk, dv))
     dpos_weight = dts_weight = None
     if quantizes_silu:
         ops.attention_backward_of_silu(*of_attention)
@@ -539,7 +284,7 @@ def _forward_operator(*arguments: Any) -> list[Tensor]:
     """Implements the forward operator: returns the result and the saved tensors."""
     x, weights, call, seed, settings = _unpack(arguments)
     with torch.no_grad():
-        out, kept = _forward_of_call(x, weights, call, seed, settings)
+        out, kept = forward_of_call(x, weights, call, seed, settings)
     return [out, *kept]
 
 
@@ -630,7 +375,7 @@ class _Layer(torch.autograd.Function):
         *parameters: Any,
     ) -> Tensor:
         weights = Weights(*parameters)
-        out, kept = _forward_of_call(x, weights, call, seed, settings)
+        out, kept = forward_of_call(x, weights, call, seed, settings)
         ctx.call, ctx.settings = call, settings
         ctx.save_for_backward(seed, x, *weights, *kept)
         return out
@@ -681,7 +426,7 @@ def hstu_layer(
     )
     settings = settings._replace(
         has_backward=records,
-        recompute_silu=settings.recompute_silu or _fuses_silu(call, settings),
+        recompute_silu=settings.recompute_silu or fuses_silu(call, settings),
     )
     try:
         if is_traced(x):
@@ -691,7 +436,7 @@ def hstu_layer(
         if records:
             return cast(Tensor, _Layer.apply(call, seed, settings, x, *weights))
         with torch.no_grad():
-            return _forward_of_call(x, weights, call, seed, settings)[0]
+            return forward_of_call(x, weights, call, seed, settings)[0]
     except (AttributeError, RuntimeError, TypeError):
         op = torch.ops.hstu_attn.hstu_layer_forward.default
         ops.explain_types(op, x, *weights, *call, seed, *settings)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hstu_attn import FP8, HSTULayerConfig, Quantization, fp8_linear
 from hstu_attn.fp8_linear import Factor, add_linear, product, project, quantize_rows
-from hstu_attn.fused import operator
+from hstu_attn.fused import forward
 from hstu_attn.layer import HSTULayer
 from hstu_attn.quantization import E4M3, Quantized, dequantized_rows, max_blocks
 from hstu_attn.testing import poisoned_memory
@@ -211,13 +211,13 @@ def test_a_layer_projects_codes(has_bias, hopper, monkeypatch):
     }
     calls: list[str] = []
     for name in ("project", "add_linear"):
-        function = getattr(operator, name)
+        function = getattr(forward, name)
 
         def counted(*args, name=name, function=function, **kwargs):
             calls.append(name)
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(operator, name, counted)
+        monkeypatch.setattr(forward, name, counted)
     found = run(layer, inputs, cotangent)
     assert calls == ["project", "add_linear"]
     again = run(with_config(layer, recompute_linear=True, recompute_norm=True), inputs, cotangent)
@@ -227,7 +227,7 @@ def test_a_layer_projects_codes(has_bias, hopper, monkeypatch):
         assert relative_error(again[name], tensor.double()) < 2e-3, name
     with torch.no_grad():
         assert torch.equal(layer(**inputs), found["output"])
-    monkeypatch.setattr(operator, "has_kernel", lambda x, columns: False)
+    monkeypatch.setattr(forward, "has_kernel", lambda x, columns: False)
     usual = run(layer, inputs, cotangent)
     exact = run(with_config(layer, fp8=None), inputs, cotangent)
     for name, tensor in exact.items():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hstu_attn.fused import operator, torch_steps
+from hstu_attn.fused import forward, torch_steps
 from hstu_attn.layer import HSTULayer, HSTULayerConfig
 from hstu_attn.testing import assert_matches
 from tests.helpers.layers import (
@@ -40,7 +40,7 @@ def triton_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from hstu_attn.fused import triton_steps
 
     with monkeypatch.context() as patch:
-        patch.setattr(operator, "steps_for", lambda x, *widths: triton_steps)
+        patch.setattr(forward, "steps_for", lambda x, *widths: triton_steps)
         yield
 
 
@@ -151,7 +151,7 @@ def test_dropout_on_a_gpu(deterministic):
     assert_all_close(results[1], results[0], rtol=0, atol=0)
     assert_all_close(results[2], results[0], rtol=2e-2, atol=2e-2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "steps_for", lambda x, *widths: torch_steps)
+        patch.setattr(forward, "steps_for", lambda x, *widths: torch_steps)
         torch.manual_seed(6)
         expected = run(layer, inputs, cotangent)
     for name, tensor in expected.items():
