@@ -52,7 +52,8 @@ struct ForwardPlan {
   SplitKVPlan split_kv;
   // Launches the form of the kernel that was chosen. It writes every row of params.out: rows that
   // belong to no sequence become zeros.
-  void (*run)(const ForwardPlan& plan, const ForwardParams& params, const CudaLaunch& launch);
+  void (*run)(const ForwardPlan& plan, const ForwardParams& params,
+              const CudaLaunch& launch) = nullptr;
 };
 
 struct ForwardKernel {

@@ -43,9 +43,9 @@ int64_t persistent_blocks(const CudaLaunch& launch, int64_t work_tiles) {
   return kBlocks * std::clamp<int64_t>(resident_blocks<Kernel>(launch) / kBlocks, 1, work_tiles);
 }
 
+// Allows `kernel` the shared memory of Kernel, on the current device.
 template <typename Kernel, typename... Arguments>
-void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, dim3 blocks,
-                      const char* name, const Arguments&... arguments) {
+void allow_shared_memory(void (*kernel)(Arguments...), const CudaLaunch& launch, const char* name) {
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedMemory);
   if (kSmemBytes > launch.device.shared_memory_bytes) {
     throw NotImplemented(std::string(name) + ": this kernel needs " + std::to_string(kSmemBytes) +
@@ -64,6 +64,41 @@ void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, di
         name);
     prepared |= bit;
   }
+}
+
+// Number of clusters of `kernel` that run at the same time. It may be less than the blocks would
+// allow, since a cluster is in one GPC, whose multiprocessors may leave a rest.
+template <typename Kernel, typename... Arguments>
+int64_t resident_clusters(void (*kernel)(Arguments...), const CudaLaunch& launch,
+                          const char* name) {
+  constexpr unsigned kBlocks = cluster_size<Kernel>();
+  allow_shared_memory<Kernel>(kernel, launch, name);
+  static std::atomic<int> known[64];  // of each device, plus 1; 0: not known yet
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), name);
+  std::atomic<int>& count = known[device % 64];
+  if (count.load() == 0) {
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {kBlocks, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = kBlocks;
+    config.blockDim = Kernel::kThreads;
+    config.dynamicSmemBytes = sizeof(typename Kernel::SharedMemory);
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    int clusters = 0;
+    check_cuda(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), name);
+    count = clusters + 1;
+  }
+  return std::min<int64_t>(count.load() - 1, resident_blocks<Kernel>(launch) / kBlocks);
+}
+
+template <typename Kernel, typename... Arguments>
+void launch_attention(void (*kernel)(Arguments...), const CudaLaunch& launch, dim3 blocks,
+                      const char* name, const Arguments&... arguments) {
+  constexpr int kSmemBytes = sizeof(typename Kernel::SharedMemory);
+  allow_shared_memory<Kernel>(kernel, launch, name);
   dim3 cluster = cluster_size<Kernel>();
   if constexpr (requires { Kernel::kIsClusterOfSequence; }) {
     if (Kernel::kIsClusterOfSequence) cluster.z = blocks.z;

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -149,12 +150,13 @@ std::vector<WorkTile> schedule(bool backward, const std::vector<int64_t>& cu_seq
 
 // Returns (reduction, num_splits, keys_per_split): see csrc/sm90/split_heuristic.h.
 std::tuple<std::string, int, int> plan_split_kv(int64_t row_tiles, int64_t key_tiles, int tile_keys,
-                                                int head_dim, int64_t blocks, bool allows_cluster) {
+                                                int head_dim, int64_t blocks,
+                                                std::array<int64_t, 2> clusters) {
   if (blocks < 1) {
     throw std::invalid_argument("blocks: expected at least 1, got " + std::to_string(blocks));
   }
   const SplitKVPlan plan =
-      sm90::plan_split_kv({row_tiles, key_tiles, tile_keys, head_dim, blocks, allows_cluster});
+      sm90::plan_split_kv({row_tiles, key_tiles, tile_keys, head_dim, blocks, clusters});
   const char* const names[] = {"none", "cluster", "global memory"};
   return {names[static_cast<int>(plan.reduction)], plan.num_splits, plan.keys_per_split};
 }
@@ -213,6 +215,6 @@ PYBIND11_MODULE(_host, m) {
 
   m.def("plan_split_kv", &plan_split_kv, py::kw_only(), py::arg("row_tiles"), py::arg("key_tiles"),
         py::arg("tile_keys") = 128, py::arg("head_dim") = 128, py::arg("blocks") = 132,
-        py::arg("allows_cluster") = true,
+        py::arg("clusters") = std::array<int64_t, 2>{},
         "(reduction, num_splits, keys_per_split) of a paged forward on sm90.");
 }

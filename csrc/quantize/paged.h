@@ -1,6 +1,7 @@
 // Quantizes the other inputs of a call with pages of e4m3: Q, and the targets' K and V.
 #pragma once
 
+#include "../dispatch.h"
 #include "quantize.h"
 
 namespace hstu {
@@ -19,7 +20,8 @@ struct PagedQuantizeParams {
   // The descale of a row of q is its norm, so that codes of a row have a norm of at most 1.08,
   // and sums of products with codes of at most 448 fit into fp16. Such a code is about 1 / sqrt(D),
   // at least 2^-4, and e4m3 has all its bits down to 2^-6.
-  uint8_t* q8 = nullptr;           // [total_q, H, D]
+  uint8_t* q8 = nullptr;  // [total_q, H, D]
+  // Rows of k8 and v8 that are not targets, and their descales, are not written.
   uint8_t* k8 = nullptr;           // [total_q, H, D]
   uint8_t* v8 = nullptr;           // [total_q, H, Dv]
   float* q_descale = nullptr;      // [H, total_q]
@@ -29,8 +31,8 @@ struct PagedQuantizeParams {
   float* page_descales = nullptr;  // [num_page_ids, 2, H], likewise
 };
 
-// Launches the kernel on `stream`, a cudaStream_t. q, k and v must be aligned to 16 bytes, with
-// strides that are multiples of 8 elements.
-void quantize_paged_call(const PagedQuantizeParams& params, void* stream);
+// Launches the kernel. q, k and v must be aligned to 16 bytes, with strides that are multiples of 8
+// elements. The next kernel may start early (common/launch.h).
+void quantize_paged_call(const PagedQuantizeParams& params, const CudaLaunch& launch);
 
 }  // namespace hstu

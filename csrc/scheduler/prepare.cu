@@ -260,6 +260,7 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   if (blockIdx.x == 0) {
     make_list<kByKeys>(params);
+    wait_for_previous_kernel();  // see PrepareParams::starts_early
     return;
   }
   const int block = blockIdx.x - 1;
@@ -281,6 +282,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t n = int64_t{block} * kThreads + threadIdx.x; n < count; n += blocks * kThreads) {
     zeros[n] = uint4{};
   }
+  wait_for_previous_kernel();
 }
 
 }  // namespace
@@ -291,8 +293,9 @@ void prepare_scheduler(const PrepareParams& params, const CudaLaunch& launch) {
   const int64_t work = params.zero_bytes / 16 + 32 * warps;
   const int64_t blocks = clamp(ceil_div(work, kThreads), 1, 2 * launch.device.multiprocessors);
   bool_switch(params.by_keys, [&](auto by_keys) {
-    launch_kernel(prepare_scheduler_kernel<by_keys>, {.blocks = 1 + blocks, .threads = kThreads},
-                  launch, "prepare", params);
+    const LaunchConfig config = {
+        .blocks = 1 + blocks, .threads = kThreads, .starts_early = params.starts_early};
+    launch_kernel(prepare_scheduler_kernel<by_keys>, config, launch, "prepare", params);
   });
 }
 

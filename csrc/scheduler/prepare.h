@@ -39,6 +39,10 @@ struct PrepareParams {
   void* zeros = nullptr;  // workspace to zero, aligned to 16 bytes
   int64_t zero_bytes = 0;
 
+  // The previous kernel, which calls let_next_kernel_start(), writes nothing that this one reads:
+  // both run at the same time, and this one ends after the previous one.
+  bool starts_early = false;
+
   // Divides `total` key rows into chunks of at most `rows` rows (more if there would be more than
   // kMaxChunks), so that the K and V of a chunk stay in the L2 cache.
   void set_chunks(int64_t total, int64_t rows) {

@@ -12,9 +12,9 @@
 // The codes of a row of Q have a norm of at most 1.08 (quantize/paged.h), the codes of a row of K a
 // norm of at most 448 * sqrt(D). So P cannot overflow, whatever the scales of the rows are.
 //
-// The producer warps divide their work in another way: the K warp also copies the bytes of V, half
-// a key tile at a time. The Q warp and the V warp transpose one half each, since wgmma reads 8-bit
-// operands K-major only, and write the factors k_j / k_max and v_j / v_max * 2^-n.
+// The producer warps divide their work in another way: the K warp also copies the bytes of V, a
+// part of a key tile at a time. The Q warp and the V warp transpose every second part, since wgmma
+// reads 8-bit operands K-major only, and write the factors k_j / k_max and v_j / v_max * 2^-n.
 #pragma once
 
 #include "../common/opaque.h"
@@ -59,12 +59,12 @@ HSTU_DEVICE constexpr uint32_t swizzled_row(int row) {
   return at | (at >> 3 & (kPanelBytes < 128 ? 0x30 : 0x70));
 }
 
-// Transposes the codes of a half of a tile of V, [kKeys / 2, kHeadDim], to columns of [kHeadDim,
+// Transposes the codes of part `part` of a tile of V, [kRows, kHeadDim], to columns of [kHeadDim,
 // kKeys], where each 32 keys have the order of key_at() in quantize/quantize.h. Called by a warp.
-template <int kKeys, int kHeadDim>
-HSTU_DEVICE void transpose_half(const uint8_t* rows, int half, void* columns) {
+template <int kRows, int kKeys, int kHeadDim>
+HSTU_DEVICE void transpose_part(const uint8_t* rows, int part, void* columns) {
   static_assert(kKeys == 128, "a row of the result is a panel");
-  constexpr int kHalf = kKeys / 2;
+  static_assert(kRows % 32 == 0, "keys are in order by 32");
   constexpr int kPanelBytes = kPanel<kHeadDim, 1>;
   constexpr int kAtOnce = kHeadDim == 256 ? 8 : 4;  // groups of 32 keys and 16 columns
   // NOTE: the lane is read again, so that no register holds a value derived from it between calls.
@@ -76,14 +76,14 @@ HSTU_DEVICE void transpose_half(const uint8_t* rows, int half, void* columns) {
   const uint32_t from = ptx::shared_address(rows) + swizzled_row<kPanelBytes>(lane);
   const uint32_t to = (ptx::shared_address(columns) +
                        swizzled_row<kKeys>(2 * (lane % 8) + (lane / 16 ^ lane / 4 % 2))) ^
-                      (half * kHalf + lane / 8 % 2 * 16);
+                      (part * kRows + lane / 8 % 2 * 16);
   const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = even ^ (0x6420 ^ 0x7531);
   // NOTE: unrolled code would take longer to be fetched for the first time than to be executed.
 #pragma unroll 1
-  for (int first = 0; first < kHalf * kHeadDim / 512; first += kAtOnce) {
+  for (int first = 0; first < kRows * kHeadDim / 512; first += kAtOnce) {
     const int key = first / (kHeadDim / 16) * 32, column = first % (kHeadDim / 16) * 16;
     const int panel = column / kPanelBytes;
-    const uint32_t load_from = (from ^ column % kPanelBytes) + (panel * kHalf + key) * kPanelBytes;
+    const uint32_t load_from = (from ^ column % kPanelBytes) + (panel * kRows + key) * kPanelBytes;
     const uint32_t store_to = (to ^ key) + column * kKeys;
     uint32_t pairs[kAtOnce][4];  // for each 8 keys, two columns of two neighboring keys
 #pragma unroll
@@ -108,7 +108,7 @@ struct E4m3PagedKeys : PagedKeys {
   template <typename Traits, PagePart kPart>
   struct Loader {
     static constexpr int kKeys = Traits::kKeys;
-    static constexpr int kHalf = Traits::kHalfKeys;
+    static constexpr int kRows = Traits::kByteRows;  // of V in a part
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kColumns = kPanel<kHeadDim, 1>;
     using Barrier = cutlass::arch::ClusterTransactionBarrier;
@@ -133,24 +133,25 @@ struct E4m3PagedKeys : PagedKeys {
     }
 
    private:
-    // Acquires two stages of bytes, one after another, and calls visit(half, rows, descales,
-    // barrier) to fill each.
+    // Acquires a stage of bytes for each part of the tile, and calls visit(part, rows, descales,
+    // barrier) to fill it.
     template <typename Visit>
-    HSTU_DEVICE void for_each_half(typename Traits::SharedMemory& smem, Visit visit) {
+    HSTU_DEVICE void for_each_part(typename Traits::SharedMemory& smem, Visit visit) {
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
+      for (int part = 0; part < kKeys / kRows; ++part) {
         const int stage = byte_state.index();
         Barrier& full = smem.pipeline_bytes.full[stage];
         smem.pipeline_bytes.producer_acquire(byte_state);
-        if (is_leader()) full.arrive_and_expect_tx(kHalf * kHeadDim);
-        visit(half, smem.bytes[stage], smem.scales[stage], full);
+        if (is_leader()) full.arrive_and_expect_tx(kRows * kHeadDim);
+        visit(part, smem.bytes[stage], smem.scales[stage], full);
         cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
         byte_state.advance();
       }
     }
 
     // Each lane copies at most one box of K, and the same rows of V. NOTE: this copies as
-    // start_copy_pages() does, but computes once what K and V have in common.
+    // start_copy_pages() does, but computes once what K and V have in common, since the time of a
+    // tile may be that of this warp's instructions.
     HSTU_DEVICE void load_history(const ForwardParams& params, const typename Traits::Maps& maps,
                                   typename Traits::SharedMemory& smem,
                                   const typename Traits::WorkTile& work_tile, int first,
@@ -161,7 +162,7 @@ struct E4m3PagedKeys : PagedKeys {
       const PagedParams& paged = params.paged;
       const int lane = static_cast<int>(reload_thread_idx()) % 32;
       window.load_ids(paged, paged.page_of(first), paged.page_of(first + kKeys - 1) + 1);
-      const int row = lane / kPanels * min(paged.page_size, kHalf);  // in the tile
+      const int row = lane / kPanels * min(paged.page_size, kRows);  // in the tile
       const int panel = lane % kPanels;
       const int page = paged.page_of(first + row);
       const int id = window.page(page);
@@ -176,31 +177,42 @@ struct E4m3PagedKeys : PagedKeys {
             kFar - count + paged.slot_of(first + row), work_tile.head, begin, kFar);
       };
       if (row < kKeys) copy(begin, keys + (panel * kKeys + row) * kColumns, keys_full);
-      for_each_half(smem, [&](int half, uint8_t* values, auto& descales, Barrier& full) {
-        if (row / kHalf == half) {
-          copy(begin + maps.pages.value_rows, values + (panel * kHalf + row % kHalf) * kColumns,
+      const Descales from(params, work_tile, first);
+      for_each_part(smem, [&](int part, uint8_t* values, auto& descales, Barrier& full) {
+        if (row / kRows == part) {
+          copy(begin + maps.pages.value_rows, values + (panel * kRows + row % kRows) * kColumns,
                full);
         }
-        copy_descales(params, work_tile, first + half * kHalf, descales);
+        from.copy(part, descales);
       });
     }
 
-    // Starts copying the descales of 64 keys of history, 4 in a lane.
-    static HSTU_DEVICE void copy_descales(const ForwardParams& params,
-                                          const typename Traits::WorkTile& work_tile, int first,
-                                          float (&descales)[2][kHalf]) {
-      static_assert(kHalf == 64);
-      const PagedParams& paged = params.paged;
-      const int lane = static_cast<int>(reload_thread_idx()) % 32;
-      const int n = lane % 16 * 4;
-      const int page = paged.page_of(first + n);
-      const bool exists = page < work_tile.pages.count;
-      const int64_t entry = work_tile.pages.first + (exists ? page : 0);
-      const int64_t at = (entry * 2 + lane / 16) * params.heads + work_tile.head;
-      ptx::cp_async_16_or_zeros(
-          params.fp8.page_scales + at * paged.page_size + paged.slot_of(first + n),
-          &descales[lane / 16][n], exists);
-    }
+    // The descales of a tile of history: each lane has four of K and four of V.
+    struct Descales {
+      const float* keys;
+      int64_t values;  // from the descales of K to those of V
+      bool exists;
+
+      HSTU_DEVICE Descales(const ForwardParams& params, const typename Traits::WorkTile& work_tile,
+                           int first) {
+        static_assert(kKeys == 4 * 32);
+        const PagedParams& paged = params.paged;
+        const int key = first + static_cast<int>(reload_thread_idx()) % 32 * 4;
+        const int page = paged.page_of(key);
+        exists = page < work_tile.pages.count;
+        const int64_t entry = work_tile.pages.first + (exists ? page : 0);
+        values = int64_t{params.heads} * paged.page_size;
+        keys = params.fp8.page_scales +
+               (2 * entry * params.heads + work_tile.head) * paged.page_size + paged.slot_of(key);
+      }
+      // Starts copying those of part `part`.
+      HSTU_DEVICE void copy(int part, float (&to)[2][kRows]) const {
+        const int n = static_cast<int>(reload_thread_idx()) % 32 * 4 - part * kRows;
+        if (n < 0 || n >= kRows) return;
+        ptx::cp_async_16_or_zeros(keys, &to[0][n], exists);
+        ptx::cp_async_16_or_zeros(keys + values, &to[1][n], exists);
+      }
+    };
 
     HSTU_DEVICE void load_targets(const ForwardParams& params, const typename Traits::Maps& maps,
                                   typename Traits::SharedMemory& smem,
@@ -209,12 +221,12 @@ struct E4m3PagedKeys : PagedKeys {
       const TargetRows targets(work_tile.tile.sequence);
       const RaggedRows rows = {targets.begin, targets.count, work_tile.head};
       if (is_leader()) start_copy_rows<kKeys, kHeadDim>(maps.k, rows, first, keys, keys_full);
-      for_each_half(smem, [&](int half, uint8_t* values, auto& descales, Barrier& full) {
-        const int target = first + half * kHalf;
-        if (is_leader()) start_copy_rows<kHalf, kHeadDim>(maps.v, rows, target, values, full);
+      for_each_part(smem, [&](int part, uint8_t* values, auto& descales, Barrier& full) {
+        const int target = first + part * kRows;
+        if (is_leader()) start_copy_rows<kRows, kHeadDim>(maps.v, rows, target, values, full);
         const int64_t begin = work_tile.head * params.batch.total_q + targets.begin;
 #pragma unroll 1
-        for (int n = static_cast<int>(threadIdx.x) % 32; n < kHalf; n += 32) {
+        for (int n = static_cast<int>(threadIdx.x) % 32; n < kRows; n += 32) {
           const bool exists = target + n < targets.count;
           const int64_t at = begin + (exists ? target + n : 0);
           ptx::cp_async_4_or_zeros(params.fp8.k_descale + at, &descales[0][n], exists);
@@ -260,12 +272,12 @@ struct E4m3PagedKeys : PagedKeys {
   }
 
   // Runs in the Q warp and the V warp for each work tile. The Q warp finds the factors of the rows;
-  // each warp transposes one half of each tile of V and writes the factors of its keys. NOTE: the
-  // two warps share this code, because fetching it for the first time takes long.
+  // each warp transposes every second part of each tile of V and writes the factors of its keys.
+  // NOTE: the two warps share this code, because fetching it for the first time takes long.
   template <typename Traits>
   struct QueryWarpLoader {
-    const int half = static_cast<int>(threadIdx.x) / 64;  // 0 in warp 1, and 1 in warp 3
-    typename Traits::ByteState byte_state = {static_cast<uint32_t>(half)};
+    const int rank = static_cast<int>(threadIdx.x) / 64;  // 0 in warp 1, and 1 in warp 3
+    typename Traits::ByteState byte_state = {static_cast<uint32_t>(rank)};
     typename Traits::QState q_state;
     typename Traits::KVState state;
 
@@ -273,7 +285,7 @@ struct E4m3PagedKeys : PagedKeys {
                           typename Traits::SharedMemory& smem,
                           const typename Traits::WorkTile& work_tile) {
       __syncwarp();
-      if (half == 0) {
+      if (rank == 0) {
         auto& to = smem.work_tiles[&work_tile - smem.work_tiles];
         find_factors(params, work_tile, to.largest_descales, to.row_factors);
         smem.pipeline_q[0].producer_commit_by_warp(q_state);
@@ -284,31 +296,52 @@ struct E4m3PagedKeys : PagedKeys {
       const float score = __fdividef(1, work_tile.largest_descales.k);
       const float weight =
           __fdividef(kPagedWeightScale<Traits::kHeadDim>, work_tile.largest_descales.v);
+      // NOTE: the factors of a tile are needed before its V, while consumers read V before it.
       for (int first = work_tile.tile_from(0); first != Traits::kNoKey;
            first = work_tile.tile_from(first + Traits::kKeys)) {
+        write_factors(smem, score, weight);
         smem.pipeline_v.producer_acquire(state);
-        transpose(smem, score, weight);
+        transpose(smem);
         state.advance();
       }
     }
 
    private:
-    HSTU_DEVICE void transpose(typename Traits::SharedMemory& smem, float score, float weight) {
-      const int from = byte_state.index(), to = state.index();
-      smem.pipeline_bytes.consumer_wait(byte_state);
-      compiler_barrier();
-      transpose_half<Traits::kKeys, Traits::kHeadDim>(smem.bytes[from], half, smem.v[to]);
+    static constexpr int kRows = Traits::kByteRows;
+    static constexpr int kParts = Traits::kKeys / kRows;
+
+    // Writes the factors of the keys of this warp's parts of the next tile.
+    HSTU_DEVICE void write_factors(typename Traits::SharedMemory& smem, float score, float weight) {
+      const typename Traits::FactorState to = {state.count};
+      KeyFactors<Traits::kKeys>& factors = smem.key_factors[to.index()];
+      typename Traits::ByteState from = byte_state;
+#pragma unroll 1
+      for (int part = rank; part < kParts; part += 2) {
+        smem.pipeline_bytes.consumer_wait(from);
+        compiler_barrier();
+        const auto& scales = smem.scales[from.index()];
 #pragma unroll
-      for (int n = 0; n < Traits::kHalfKeys; n += 32) {
-        const int key = n + static_cast<int>(reload_thread_idx()) % 32;
-        KeyFactors<Traits::kKeys>& factors = smem.key_factors[to];
-        factors.score.set(half * Traits::kHalfKeys + key, smem.scales[from][0][key] * score);
-        factors.weight.set(half * Traits::kHalfKeys + key, smem.scales[from][1][key] * weight);
+        for (int n = 0; n < kRows; n += 32) {
+          const int key = n + static_cast<int>(reload_thread_idx()) % 32;
+          factors.score.set(part * kRows + key, scales[0][key] * score);
+          factors.weight.set(part * kRows + key, scales[1][key] * weight);
+        }
+        from.count += 2;
       }
-      cutlass::arch::fence_view_async_shared();  // before wgmma reads V
-      smem.pipeline_bytes.consumer_release_by_warp(byte_state);
+      smem.pipeline_factors.producer_commit_by_warp(to);
+    }
+
+    // Transposes this warp's parts of a tile of V, for which write_factors() has waited.
+    HSTU_DEVICE void transpose(typename Traits::SharedMemory& smem) {
+#pragma unroll 1
+      for (int part = rank; part < kParts; part += 2) {
+        transpose_part<kRows, Traits::kKeys, Traits::kHeadDim>(smem.bytes[byte_state.index()], part,
+                                                               smem.v[state.index()]);
+        cutlass::arch::fence_view_async_shared();  // before wgmma reads V
+        smem.pipeline_bytes.consumer_release_by_warp(byte_state);
+        byte_state.count += 2;
+      }
       smem.pipeline_v.producer_commit_by_warp(state);
-      byte_state.count += 2;
     }
 
     static HSTU_DEVICE void find_factors(const ForwardParams& params,

@@ -51,7 +51,9 @@ struct Forward
     }
     if constexpr (Traits::kHasTimeBias) Traits::clear_bias(params.relative_bias, smem);
     __syncthreads();
-    if (!has_list) wait_for_previous_kernel();  // else the scheduler waits before it reads the list
+    // With a list, the scheduler waits before it reads the list. After a quantization, the warps
+    // that read codes or scales wait.
+    if (!has_list && !Traits::kFollowsQuantization) wait_for_previous_kernel();
 
     // NOTE: after a shuffle, the compiler knows that all lanes have the same value.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);

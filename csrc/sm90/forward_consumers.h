@@ -201,10 +201,13 @@ struct ForwardConsumer {
 
   HSTU_DEVICE auto load_factors() const {
     if constexpr (Traits::kTransposesValues) {
-      smem.pipeline_v.consumer_wait(k_state);  // for key_factors
+      const typename Traits::FactorState state = {k_state.count};
+      smem.pipeline_factors.consumer_wait(state);
       compiler_barrier();
+      return weights.load_factors(smem, rows, state.index());
+    } else {
+      return weights.load_factors(smem, rows, k_state.index());
     }
-    return weights.load_factors(smem, rows, k_state.index());
   }
 
   // Computes the relative bias of the key tile while its products run, if it has weights by time.

@@ -1,6 +1,8 @@
 // The forward's tile sizes, work tiles, shared memory and kernel parameters.
 #pragma once
 
+#include <bit>
+
 #include "../scheduler/split_kv.h"
 #include "../scheduler/work_list.h"
 #include "e4m3_pages.h"
@@ -54,6 +56,8 @@ struct ForwardTraits {
 
   static constexpr bool kTransposesValues = Source::kTransposesValues;
   static constexpr bool kHasBlockDescales = kIsFp8 && !kTransposesValues;
+  // quantize_paged_call() precedes, and runs at the same time as prepare_scheduler().
+  static constexpr bool kFollowsQuantization = kTransposesValues;
 
   static constexpr bool kHasBias = Bias::kHasTiles;
   static constexpr bool kHasRelativeBias = Bias::kIsRelative;
@@ -83,9 +87,10 @@ struct ForwardTraits {
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
-  static_assert(!kTransposesValues || kTiles.key_stages >= 2, "see invariant 2");
   static_assert(!kTransposesValues || kTiles.byte_stages % 2 == 0,
                 "each warp that transposes has stages of its own");
+  static_assert(!kTransposesValues || kTiles.byte_stages * kTiles.byte_rows >= kKeys,
+                "the factors of all keys of a tile are found before V is transposed");
   static_assert(!Source::kIsQuantized || !kHasBias, "a bias leaves no room for the bytes of pages");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer + kRegisters.converter <=
                     kWarpgroups * (65536 / kThreads / 8 * 8),
@@ -213,10 +218,16 @@ struct ForwardTraits {
                                        : Source::kIsPaged && kHasTimeBias ? kArrivalsOfWarp
                                                                           : 1;
   using ByteState = PipelineState<std::max(kTiles.byte_stages, 1)>;
-  static constexpr int kHalfKeys = kKeys / 2;
-  static constexpr int kValueBoxRows = kTransposesValues ? kHalfKeys : kKeys;  // of a copy of V
+  static constexpr int kByteRows = kTransposesValues ? kTiles.byte_rows : kKeys;
+  static constexpr int kValueBoxRows = kByteRows;  // of a copy of V
 
-  using Scales = std::conditional_t<kTransposesValues, float[2][kHalfKeys], float[kKeys]>;
+  // The factors of a tile's keys have more stages than V, and no `empty` barriers: a warp writes
+  // them after it has acquired V of the tile before, so consumers have released V of the tile that
+  // had their stage.
+  static constexpr int kFactorStages = std::bit_ceil(KVState::kStages + 1u);
+  using FactorState = PipelineState<kFactorStages>;
+
+  using Scales = std::conditional_t<kTransposesValues, float[2][kByteRows], float[kKeys]>;
   // With one stage of Q, the warp that copies Q finds the factors of a work tile's rows while
   // consumers still read the Q before.
   static constexpr bool kFindsFactorsFirst = kHasBlockDescales && QState::kStages == 1;
@@ -239,8 +250,7 @@ struct ForwardTraits {
   // 2. Depth of the rings. Consumers release a work tile after they have waited for the next one,
   //    which the scheduler finds when kTilesLeft key tiles are left to be copied. So pipeline_work
   //    needs 2 stages, and has 4 for short work tiles. pipeline_k and pipeline_v would work with
-  //    one stage, because K is released before V of the same key tile is waited for. With
-  //    kTransposesValues they need two, because V of the next tile is waited for, too.
+  //    one stage, because K is released before V of the same key tile is waited for.
   // 3. Zeros. silu(0) = 0 and 0 * 0 = 0: rows past the end of a sequence and columns past the end
   //    of the head dim, which TMA fills with zeros, add nothing to O. So they need no mask, and V
   //    is never NaN where P is masked.
@@ -257,14 +267,14 @@ struct ForwardTraits {
     alignas(1024) Element v[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) BiasElement bias[kHasBiasTiles ? BiasState::kStages : 0][kRows * kKeys];
     // A stage of bytes holds the rows of e4m3 pages of a tile of K or V, and their scales. If
-    // products are in e4m3, it holds half of the rows of V, and the scales of K and V.
-    alignas(1024) uint8_t bytes[kTiles.byte_stages][kKeys * kHeadDim >> kTransposesValues];
+    // products are in e4m3, it holds some of the rows of V, and the scales of K and V.
+    alignas(1024) uint8_t bytes[kTiles.byte_stages][kByteRows * kHeadDim];
     alignas(16) Scales scales[kTiles.byte_stages];
     alignas(16) float totals[kConsumers * kWarpgroupRows * kTiles.totals.shared];  // of promotions
     WorkTile work_tiles[WorkState::kStages];
     KeyTile key_tiles[KVState::kStages];
     BlockDescales block_descales[kHasBlockDescales ? KVState::kStages : 0];
-    KeyFactors<kKeys> key_factors[kTransposesValues ? KVState::kStages : 0];
+    KeyFactors<kKeys> key_factors[kTransposesValues ? kFactorStages : 0];
     int work_index;    // of the work tile that the scheduler looks for, or kNoWorkIndex
     int tiles_beyond;  // see TileScheduler::advance()
     cutlass::arch::ClusterBarrier next_work_wanted;
@@ -274,6 +284,7 @@ struct ForwardTraits {
     Pipeline<KVState::kStages> pipeline_v;
     Pipeline<BiasState::kStages> pipeline_bias;
     Pipeline<ByteState::kStages> pipeline_bytes;
+    Pipeline<kTransposesValues ? kFactorStages : 1> pipeline_factors;
     BiasWindow bias_windows[kHasRelativeBias ? kBiasWindows : 0];
     NarrowCells bias_cells[kHasTimeBias ? QState::kStages : 0];
     BiasOfWarp bias_warps[kHasTimeBias ? kConsumerWarps : 0];
@@ -314,6 +325,7 @@ struct ForwardTraits {
     smem.pipeline_bias.init(kConsumerArrivals);
     // One arrival expects the bytes, and each lane of the warp that copies arrives for its scales.
     smem.pipeline_bytes.init((kTransposesValues ? 1 : 4) * kArrivalsOfWarp, 1 + 32);
+    smem.pipeline_factors.init(/*consumers=*/1, /*producers=*/2 * kArrivalsOfWarp);
     smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
   }

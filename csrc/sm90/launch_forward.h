@@ -82,34 +82,47 @@ class ForwardLauncher {
   template <typename Source, typename Bias>
   static ForwardPlan plan_splits(const ForwardParams& params, const CudaLaunch& launch) {
     using Form = Kernel<Source, Bias>;
-    constexpr bool kAllowsCluster = !Bias::kIsRelative;  // fewer kernels to compile
+    constexpr bool kAllowsClusters = !Bias::kIsRelative;  // fewer kernels to compile
     const BatchParams& batch = params.batch;
-    const SplitKVPlan split_kv = plan_split_kv({
+    SplitKVShape shape = {
         .row_tiles = int64_t{batch.batch} * params.heads *
                      ceil_div(int64_t{batch.max_seqlen_q}, Form::kRows),
         .key_tiles = ceil_div(int64_t{batch.max_seqlen_k}, Form::kKeys),
         .tile_keys = Form::kKeys,
         .head_dim = kHeadDim,
         .blocks = resident_blocks<Form>(launch),
-        .allows_cluster = kAllowsCluster && !is_given_by_row(params.mask),
-    });
-    switch (split_kv.reduction) {
-      case Reduction::kNone:
-        return plan_form<Form>(params, launch, split_kv);
-      case Reduction::kGlobalMemory:
-        return plan_form<Kernel<Source, Bias, Reduction::kGlobalMemory>>(params, launch, split_kv);
-      case Reduction::kCluster:
-        break;
-    }
-    if constexpr (kAllowsCluster) {
-      if (split_kv.num_splits == kLargeCluster) {
-        return plan_form<Kernel<Source, Bias, Reduction::kCluster, kLargeCluster>>(params, launch,
-                                                                                   split_kv);
+    };
+    // NOTE: a cluster has no work list, and so no summaries of a mask that is given row by row.
+    if constexpr (kAllowsClusters) {
+      if (!is_given_by_row(params.mask)) {
+        for_each_cluster_size([&](auto n) {
+          using Split = Kernel<Source, Bias, Reduction::kCluster, kClusterSizes[n]>;
+          shape.clusters[n] = resident_clusters<Split>(run_forward<Split>, launch, "forward");
+        });
       }
-      return plan_form<Kernel<Source, Bias, Reduction::kCluster, kSmallCluster>>(params, launch,
-                                                                                 split_kv);
     }
-    __builtin_unreachable();
+    const SplitKVPlan split_kv = plan_split_kv(shape);
+    if (split_kv.reduction == Reduction::kNone) return plan_form<Form>(params, launch, split_kv);
+    if (split_kv.reduction == Reduction::kGlobalMemory) {
+      return plan_form<Kernel<Source, Bias, Reduction::kGlobalMemory>>(params, launch, split_kv);
+    }
+    ForwardPlan plan;
+    if constexpr (kAllowsClusters) {
+      for_each_cluster_size([&](auto n) {
+        if (split_kv.num_splits != kClusterSizes[n]) return;
+        plan = plan_form<Kernel<Source, Bias, Reduction::kCluster, kClusterSizes[n]>>(
+            params, launch, split_kv);
+      });
+    }
+    return plan;
+  }
+
+  // Calls visit(n) with each index n of kClusterSizes as a constant.
+  template <typename Visit>
+  static void for_each_cluster_size(Visit visit) {
+    [&]<size_t... n>(std::index_sequence<n...>) {
+      (visit(std::integral_constant<size_t, n>{}), ...);
+    }(std::make_index_sequence<std::size(kClusterSizes)>{});
   }
 
   template <typename Form>

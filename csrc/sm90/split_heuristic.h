@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <iterator>
 
 #include "../common/math.h"
 #include "../scheduler/split_kv.h"
@@ -18,13 +20,13 @@ struct SplitKVShape {
   int tile_keys = 0;      // keys of a tile
   int head_dim = 0;
   int64_t blocks = 0;  // blocks that are resident at once
-  // False if the mask is given row by row: a cluster has no work list, and so no summaries.
-  bool allows_cluster = true;
+  // Clusters of each of kClusterSizes that are resident at once; 0: none may be used.
+  std::array<int64_t, std::size(kClusterSizes)> clusters = {};
 };
 
-// Splits over a cluster if all its blocks are resident at once, else plans the splits through
-// global memory that have the shortest estimated time, if that is less than 90 % of the time
-// without splits.
+// Splits over clusters if all of them are resident at once, else plans the splits through global
+// memory that have the shortest estimated time, if that is less than 90 % of the time without
+// splits, and if it saves the time to make the list that they need.
 //
 // Times are in key tiles: the time that a block takes for one key tile of a work tile. Without
 // splits a call takes ceil(row_tiles / blocks) * key_tiles. With n splits there are two candidates:
@@ -43,15 +45,16 @@ struct SplitKVShape {
 // short one has 7, and the call takes max(27, 3 * 9.5) + 1 = 29.5: less than .9 * 34 = 30.6. More
 // splits take longer. So the plan has 2 splits, with 27 * 128 = 3456 keys in the first.
 inline SplitKVPlan plan_split_kv(const SplitKVShape& shape) {
-  for (const int cluster_size : {kLargeCluster, kSmallCluster}) {
-    if (shape.allows_cluster && shape.row_tiles * cluster_size <= shape.blocks) {
-      return {.reduction = SplitKVReduction::kCluster, .num_splits = cluster_size};
+  for (size_t n = 0; n < std::size(kClusterSizes); ++n) {
+    if (shape.clusters[n] > 0 && shape.row_tiles <= shape.clusters[n]) {
+      return {.reduction = SplitKVReduction::kCluster, .num_splits = kClusterSizes[n]};
     }
   }
   const double store = 1.0 * keys_to_store_partial(shape.head_dim) / shape.tile_keys;
   const double add = 1.0 * kKeysToAddPartial / shape.tile_keys;
   SplitKVPlan plan;
-  double shortest = 0.9 * ceil_div(shape.row_tiles, shape.blocks) * shape.key_tiles;
+  const double unsplit = 1.0 * ceil_div(shape.row_tiles, shape.blocks) * shape.key_tiles;
+  double shortest = std::min(0.9 * unsplit, unsplit - 1.0 * kKeysToMakeList / shape.tile_keys);
   const auto consider = [&](int num_splits, int64_t tiles_per_split, double time) {
     if (time >= shortest) return;
     shortest = time;

@@ -25,6 +25,7 @@ struct ForwardTiles {
   int key_stages;       // of K and V
   int bias_stages = 2;  // of a dense bias
   int byte_stages = 0;  // of the bytes of K or V from e4m3 pages
+  int byte_rows = 0;    // of a stage of bytes of V in E4m3PagedKeys
   TotalColumns totals;  // of O in e4m3
 };
 
@@ -151,19 +152,34 @@ constexpr ForwardTiles fp8_tiles() {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
 }
-// The tiles for E4m3PagedKeys, whose stages of bytes have 64 rows. Each of the two warps that
-// transpose V uses every second of these stages. Their number must be even: with an odd number, a
-// warp would miss phases of their barriers.
+// The tiles for E4m3PagedKeys. Each of the two warps that transpose V uses every second of the
+// stages of bytes. Their number must be even: with an odd number, a warp would miss phases of their
+// barriers. With one stage for each, a warp would wait for each copy.
 template <int kHeadDim>
 constexpr ForwardTiles fp8_paged_tiles() {
   if constexpr (kHeadDim == 64) {
-    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 6, .byte_stages = 8};
+    return {.consumers = 3,
+            .keys = 128,
+            .query_stages = 2,
+            .key_stages = 6,
+            .byte_stages = 8,
+            .byte_rows = 64};
   } else if constexpr (kHeadDim == 128) {
-    return {.consumers = 3, .keys = 128, .query_stages = 1, .key_stages = 4, .byte_stages = 6};
+    return {.consumers = 3,
+            .keys = 128,
+            .query_stages = 1,
+            .key_stages = 4,
+            .byte_stages = 6,
+            .byte_rows = 64};
   } else {
     static_assert(kHeadDim == 256,
                   "sm90/tile_config.h: fp8_paged_tiles has no entry for this head dim");
-    return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 2, .byte_stages = 2};
+    return {.consumers = 2,
+            .keys = 128,
+            .query_stages = 1,
+            .key_stages = 2,
+            .byte_stages = 6,
+            .byte_rows = 32};
   }
 }
 constexpr Registers fp8_paged_registers(int head_dim) {
@@ -188,14 +204,14 @@ constexpr int fp8_polynomial_quarters(int head_dim, bool is_paged) {
 
 // Sizes of the clusters whose blocks divide the keys of a tile of rows, with a paged cache. 8 is
 // the largest size that every GPU supports.
-constexpr int kLargeCluster = 8;
-constexpr int kSmallCluster = 4;
+constexpr int kClusterSizes[] = {8, 4};
 
-// Split-KV through device memory: the measured time to store and to add a partial O, as the number
-// of keys that would be processed in that time.
+// Split-KV through device memory: the measured time to store and to add a partial O, and to make
+// the work list before, as the number of keys that would be processed in that time.
 constexpr int kMaxSplits = 8;
 constexpr int keys_to_store_partial(int head_dim) { return head_dim == 256 ? 128 : 320; }
 constexpr int kKeysToAddPartial = 128;
+constexpr int kKeysToMakeList = 384;
 
 // Rows of a step of the backward: a warpgroup that holds dK and dV of 64 keys has no registers for
 // S and dP of more rows.

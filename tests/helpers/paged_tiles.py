@@ -10,7 +10,7 @@ __all__ = ["TILES", "with_tiles"]
 
 # On Hopper, blocks divide the keys of a tile of rows if the shape of a call has few tiles: within
 # a cluster, or as splits through device memory. The values are numbers of tiles.
-TILES = {"8 blocks": 10, "4 blocks": 30, "splits": 50, "two splits": 80, "1 block": 132}
+TILES = {"8 blocks": 10, "4 blocks": 24, "splits": 50, "two splits": 80, "1 block": 132}
 
 
 def with_tiles(batch: Batch, blocks: str, rows: int = 128) -> Batch:

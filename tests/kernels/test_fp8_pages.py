@@ -154,7 +154,7 @@ def test_long_histories(batch: int, cached: int, dim: int) -> None:
 @pytest.mark.parametrize("blocks", TILES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_kernel(dim: int, blocks: str) -> None:
-    cached = 2500 if "split" in blocks else 300
+    cached = 3500 if "split" in blocks else 300
     batch = fp8_batch([cached, 40], [37, 70], [80, 9], dim=dim, page_size=32)
     check(with_tiles(batch, blocks, 128 if dim == 256 else 192), "cuda", NORMAL)
 
@@ -162,6 +162,31 @@ def test_every_kernel(dim: int, blocks: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_rows_of_many_magnitudes(device: str) -> None:
     check(fp8_batch([200, 31], [40, 8], [35, 6], dim=128, of_normal=False), device)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_large_queries(device: str) -> None:
+    """The reciprocals of the norms of q's rows are subnormal numbers."""
+    batch = fp8_batch([200, 31], [40, 8], [35, 6], dim=64)
+    batch.q.mul_(2e37)
+    batch.alpha /= 2e37
+    assert batch.q.float().div(2e37).norm(dim=-1).max() * 2e37 > 2.0**126
+    check(batch, device, NORMAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_many_users(device: str) -> None:
+    """More than a block of the kernel that quantizes has threads, some without pages."""
+    users = range(1100)
+    batch = fp8_batch(
+        [(7 * n) % 40 for n in users],
+        [n % 2 for n in users],
+        [n % 3 for n in users],
+        dim=64,
+        page_size=16,
+    )
+    check(batch, device, 7e-2)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

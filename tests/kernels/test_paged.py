@@ -342,7 +342,7 @@ def batch_for_kernel(
 ) -> Batch:
     is_split = "split" in blocks  # splits need enough keys
     batch = make_paged_batch(
-        [2500 if is_split else 300, 40],
+        [3500 if is_split else 300, 40],
         [37, 70],
         [80, 9],
         page_size=32,

@@ -21,26 +21,32 @@ def test_example_of_the_comment():
     ("row_tiles", "reduction", "splits"),
     [
         (1, "cluster", 8),
-        (16, "cluster", 8),
-        (17, "cluster", 4),
-        (33, "cluster", 4),
-        (34, "global memory", 4),
+        (14, "cluster", 8),
+        (15, "cluster", 4),
+        (30, "cluster", 4),
+        (31, "global memory", 4),
         (132, "none", 1),
     ],
 )
 def test_few_rows_have_more_splits(row_tiles, reduction, splits):
-    plan = _host.plan_split_kv(row_tiles=row_tiles, key_tiles=128)
+    plan = _host.plan_split_kv(row_tiles=row_tiles, key_tiles=128, clusters=(14, 30))
     assert plan[:2] == (reduction, splits)
 
 
-def test_masks_given_by_row_have_no_cluster():
-    plan = _host.plan_split_kv(row_tiles=16, key_tiles=128, allows_cluster=False)
+def test_without_clusters_splits_go_through_global_memory():
+    plan = _host.plan_split_kv(row_tiles=16, key_tiles=128)
     assert plan == ("global memory", 8, 16 * 128)
 
 
-@pytest.mark.parametrize(("key_tiles", "splits"), [(1, 1), (4, 1), (8, 2), (34, 3), (128, 3)])
+@pytest.mark.parametrize(("key_tiles", "splits"), [(1, 1), (8, 1), (12, 3), (34, 3), (128, 3)])
 def test_long_histories_have_more_splits(key_tiles, splits):
     assert _host.plan_split_kv(row_tiles=44, key_tiles=key_tiles)[1] == splits
+
+
+def test_splits_save_the_time_to_make_a_list():
+    # Two splits save half of the tiles, but a list takes the time of three.
+    assert _host.plan_split_kv(row_tiles=64, key_tiles=10)[0] == "none"
+    assert _host.plan_split_kv(row_tiles=64, key_tiles=14)[0] == "global memory"
 
 
 def test_invalid_blocks():
@@ -57,24 +63,28 @@ def longest_block(lengths: list[int], blocks: int) -> int:
 
 
 @given(
-    row_tiles=st.integers(1, 300),
+    row_tiles=st.integers(0, 300),
     key_tiles=st.integers(1, 200),
     tile_keys=st.sampled_from([64, 128]),
     head_dim=st.sampled_from([64, 128, 256]),
     blocks=st.integers(1, 140),
+    clusters=st.tuples(st.integers(0, 17), st.integers(0, 35)),
 )
-def test_splits_cover_all_keys_and_end_sooner(row_tiles, key_tiles, tile_keys, head_dim, blocks):
+def test_splits_cover_all_keys_and_end_sooner(
+    row_tiles, key_tiles, tile_keys, head_dim, blocks, clusters
+):
     reduction, splits, keys_per_split = _host.plan_split_kv(
         row_tiles=row_tiles,
         key_tiles=key_tiles,
         tile_keys=tile_keys,
         head_dim=head_dim,
         blocks=blocks,
+        clusters=clusters,
     )
     if reduction == "cluster":
-        assert splits in (4, 8)
-        assert row_tiles * splits <= blocks
+        assert 0 < clusters[(8, 4).index(splits)] >= row_tiles
         return
+    assert row_tiles > max(clusters) or not any(clusters)
     if reduction == "none":
         assert (splits, keys_per_split) == (1, NO_LIMIT)
         return

@@ -284,9 +284,11 @@ int64_t lay_out(PagedQuantizeParams& quantize, void* memory, ForwardParams& para
                 .page_descales = quantize.page_descales};
   return arena.used();
 }
-void launch_quantize(const QuantizeParams& params, void* stream) { quantize_qkv(params, stream); }
-void launch_quantize(const PagedQuantizeParams& params, void* stream) {
-  quantize_paged_call(params, stream);
+void launch_quantize(const QuantizeParams& params, const CudaLaunch& launch) {
+  quantize_qkv(params, launch.stream);
+}
+void launch_quantize(const PagedQuantizeParams& params, const CudaLaunch& launch) {
+  quantize_paged_call(params, launch);
 }
 
 // -------------------------------------------------------------------------------------- launches
@@ -318,7 +320,7 @@ class Call {
     const std::optional<Tensor> workspace = take_workspace(bytes + plan.workspace_bytes);
     lay_out(quantize, launch_.workspace, params);
     launch_.workspace = static_cast<char*>(launch_.workspace) + bytes;
-    launch_quantize(quantize, launch_.stream);
+    launch_quantize(quantize, launch_);
     plan.run(plan, params, launch_);
   }
   void run(const BackwardKernel& kernel, const BackwardParams& params) {
