@@ -23,8 +23,6 @@ Id = int | str
 
 BEFORE_SENDING = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 DIED = (500, 502)
-# A part of the 404 with which a proxy of Ray Serve answers. After a restart, it has no routes yet.
-NO_ROUTES = "/-/routes for available routes"
 SESSION_HEADER, TIMEOUT_HEADER = "X-Session-Id", "X-Request-Timeout-Ms"
 LONGEST_BACKOFF = 5.0  # seconds
 SHORTEST_ATTEMPT = 1e-3  # seconds; to aiohttp, a timeout that is not positive is no timeout
@@ -62,7 +60,6 @@ class Client:
     A request is retried, after exponential backoff with jitter, if the server could not be reached,
     the connection was lost or an attempt timed out, and for the statuses 503, 500 and 502. After a
     503 the pause is at least its Retry-After; a proxy answers 500 or 502 when its server has died.
-    A 404 of Ray Serve's proxy, which has no routes just after it was started, is retried, too.
     After any of these failures but the first, the server may have stored the request's events. The
     retry is safe, because the server ignores events that it has already stored for the user. For
     any other status there is no retry.
@@ -237,7 +234,7 @@ class Client:
                 late = status == 504
                 if status == 503:
                     pause = _seconds(headers.get("Retry-After"))
-                elif not late and status not in DIED and not _has_no_routes(status, answer):
+                elif not late and status not in DIED:
                     raise RequestError(status, answer)
             except BEFORE_SENDING as error:
                 problem = f"the server was not reached: {error}"
@@ -279,10 +276,6 @@ class Client:
 
 def _events(events: Sequence[tuple[Id, int]]) -> list[dict[str, Any]]:
     return [{"item": item, "time": when} for item, when in events]
-
-
-def _has_no_routes(status: int, answer: Any) -> bool:
-    return status == 404 and isinstance(answer, str) and NO_ROUTES in answer
 
 
 def _seconds(retry_after: str | None) -> float:

@@ -99,15 +99,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("ray")
     save(folder / "best.pt", 1)
     (folder / "tokens").write_text(TOKEN)
+    # A proxy that has started again has no routes yet, and answers 404 without this. Clients that
+    # make one attempt are not to be refused because of the load.
+    (folder / "site_limits.py").write_text(
+        "from recommender import ray_proxy\ndef limit(): ray_proxy.limit(max_wait=60.0)\n"
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with redis_server(folder) as redis:
         words = ["--model", str(folder / "best.pt"), "--store", redis.url, "--device", "cpu"]
         options = parse_arguments("", [*words, "--admin-token-file", str(folder / "tokens")])
         environment = {
-            "PYTHONPATH": f"{ROOT}:{EXAMPLES}",
+            "PYTHONPATH": f"{ROOT}:{EXAMPLES}:{folder}",
             "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.2",
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 s suits an idle machine
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "site_limits:limit",
         }
         ray.init(
             "local",

@@ -241,17 +241,6 @@ def test_a_server_that_has_died_behind_a_proxy(pauses: Any, status: int) -> None
         Scripted(died).score(attempts=2)
 
 
-def test_a_proxy_that_has_no_routes_yet(pauses: Any) -> None:
-    text = b"Path '/score' not found. Ping http://.../-/routes for available routes."
-    server = Scripted((404, {}, text), OK)
-    assert server.score() == [0.5]
-    assert server.seen[0].body == server.seen[1].body
-    with pytest.raises(UnavailableError, match=r"no answer in 2 attempts; .* answered 404: Path"):
-        Scripted((404, {}, text)).score(attempts=2)
-    with pytest.raises(RequestError, match="404"):
-        Scripted((404, {}, b"404: Not Found"), OK).score()
-
-
 def test_an_attempt_that_takes_too_long_is_given_up(pauses: Any) -> None:
     server = Scripted("hang", OK)
     assert server.score(attempt_timeout=0.2) == [0.5]
