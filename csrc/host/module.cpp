@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -151,7 +150,7 @@ std::vector<WorkTile> schedule(bool backward, const std::vector<int64_t>& cu_seq
 // Returns (reduction, num_splits, keys_per_split): see csrc/sm90/split_heuristic.h.
 std::tuple<std::string, int, int> plan_split_kv(int64_t row_tiles, int64_t key_tiles, int tile_keys,
                                                 int head_dim, int64_t blocks,
-                                                std::array<int64_t, 2> clusters) {
+                                                decltype(sm90::SplitKVShape::clusters) clusters) {
   if (blocks < 1) {
     throw std::invalid_argument("blocks: expected at least 1, got " + std::to_string(blocks));
   }
@@ -215,6 +214,6 @@ PYBIND11_MODULE(_host, m) {
 
   m.def("plan_split_kv", &plan_split_kv, py::kw_only(), py::arg("row_tiles"), py::arg("key_tiles"),
         py::arg("tile_keys") = 128, py::arg("head_dim") = 128, py::arg("blocks") = 132,
-        py::arg("clusters") = std::array<int64_t, 2>{},
+        py::arg("clusters") = decltype(sm90::SplitKVShape::clusters){},
         "(reduction, num_splits, keys_per_split) of a paged forward on sm90.");
 }

@@ -72,9 +72,7 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const
   prepared.row_output = params.out;
   prepared.zeros = zeros;
   prepared.zero_bytes = zero_bytes;
-  if constexpr (requires { Form::kFollowsQuantization; }) {
-    prepared.starts_early = Form::kFollowsQuantization;
-  }
+  prepared.starts_early = Form::kFollowsQuantization;
   // K and V of a chunk take a third of the L2 cache; the rest is for data that is used once.
   const int element_bytes = params.dtype == DType::kFloat8E4M3 ? 1 : 2;
   const int64_t row_bytes =

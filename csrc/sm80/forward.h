@@ -27,6 +27,7 @@ struct Forward {
   static constexpr int kBlocksPerSm = kTiles.blocks_per_sm;
   static constexpr bool kBeginsUnlisted = false;
   static constexpr bool kWaitsForMemory = false;
+  static constexpr bool kFollowsQuantization = false;
   static constexpr bool kIsShort = is_for_short_sequences(kTiling);
   // Looks up the mask of a tile while the tile is copied.
   static constexpr bool kMasksEarly = kIsShort;

@@ -36,10 +36,11 @@ class ForwardProducer {
  public:
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,
                               const SchedulerMetadata& metadata, SharedMemory& smem) {
-    if (threadIdx.x < 32)
+    if (threadIdx.x < 32) {
       TileScheduler<Traits>::run(params, metadata, smem);
-    else if (Traits::kFollowsQuantization)
+    } else if (Traits::kFollowsQuantization) {
       wait_for_previous_kernel();
+    }
     const bool transposes = Traits::kTransposesValues && is_in_warp(3, Source::kCopyLanes);
     if (is_in_warp(1, Source::kQueryCopyLanes) || transposes) copy_queries(params, maps, smem);
     if (is_in_warp(2, Source::kCopyLanes)) copy_keys(params, maps, smem);

@@ -56,8 +56,6 @@ struct ForwardTraits {
 
   static constexpr bool kTransposesValues = Source::kTransposesValues;
   static constexpr bool kHasBlockDescales = kIsFp8 && !kTransposesValues;
-  // quantize_paged_call() precedes, and runs at the same time as prepare_scheduler().
-  static constexpr bool kFollowsQuantization = kTransposesValues;
 
   static constexpr bool kHasBias = Bias::kHasTiles;
   static constexpr bool kHasRelativeBias = Bias::kIsRelative;
@@ -102,6 +100,8 @@ struct ForwardTraits {
   // work tiles.
   static constexpr bool kBeginsUnlisted = true;
   static constexpr bool kWaitsForMemory = true;
+  // quantize_paged_call() precedes, and runs at the same time as prepare_scheduler().
+  static constexpr bool kFollowsQuantization = kTransposesValues;
   static constexpr int kUnlistedLength = 4 * kRows;
   static constexpr int kUnlistedRounds = 2;
 

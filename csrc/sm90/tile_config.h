@@ -25,7 +25,7 @@ struct ForwardTiles {
   int key_stages;       // of K and V
   int bias_stages = 2;  // of a dense bias
   int byte_stages = 0;  // of the bytes of K or V from e4m3 pages
-  int byte_rows = 0;    // of a stage of bytes of V in E4m3PagedKeys
+  int byte_rows = 64;   // of a stage of bytes of V in E4m3PagedKeys
   TotalColumns totals;  // of O in e4m3
 };
 
@@ -154,23 +154,13 @@ constexpr ForwardTiles fp8_tiles() {
 }
 // The tiles for E4m3PagedKeys. Each of the two warps that transpose V uses every second of the
 // stages of bytes. Their number must be even: with an odd number, a warp would miss phases of their
-// barriers. With one stage for each, a warp would wait for each copy.
+// barriers.
 template <int kHeadDim>
 constexpr ForwardTiles fp8_paged_tiles() {
   if constexpr (kHeadDim == 64) {
-    return {.consumers = 3,
-            .keys = 128,
-            .query_stages = 2,
-            .key_stages = 6,
-            .byte_stages = 8,
-            .byte_rows = 64};
+    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 6, .byte_stages = 8};
   } else if constexpr (kHeadDim == 128) {
-    return {.consumers = 3,
-            .keys = 128,
-            .query_stages = 1,
-            .key_stages = 4,
-            .byte_stages = 6,
-            .byte_rows = 64};
+    return {.consumers = 3, .keys = 128, .query_stages = 1, .key_stages = 4, .byte_stages = 6};
   } else {
     static_assert(kHeadDim == 256,
                   "sm90/tile_config.h: fp8_paged_tiles has no entry for this head dim");
