@@ -4,6 +4,7 @@
 //
 //   const ForwardPlan plan = forward_kernel(launch, params).plan(params, launch);
 //   launch.workspace = <device memory of plan.workspace_bytes>
+//   plan.prepare(plan, params, launch);
 //   plan.run(plan, params, launch);
 #pragma once
 
@@ -50,6 +51,10 @@ struct CudaLaunch {
 struct ForwardPlan {
   int64_t workspace_bytes = 0;
   SplitKVPlan split_kv;
+  // Launches the kernels that run before attention and read neither q, k nor v. Returns true if the
+  // next kernel may start early (common/launch.h).
+  bool (*prepare)(const ForwardPlan& plan, const ForwardParams& params,
+                  const CudaLaunch& launch) = nullptr;
   // Launches the form of the kernel that was chosen. It writes every row of params.out: rows that
   // belong to no sequence become zeros.
   void (*run)(const ForwardPlan& plan, const ForwardParams& params,

@@ -105,24 +105,39 @@ HSTU_DEVICE void quantize_rows(const PagedQuantizeParams& params, Part part, int
   const int lanes = 1 << log2_lanes;
   const int column = (static_cast<int>(threadIdx.x) & (lanes - 1)) * kPiece;
   const int columns = round_up(from.head_dim, kQuantizedHeadDimUnit);
-  const uint32_t is_wanted = part == Part::kQ ? ~0u : find_targets(params.batch, first);
-#pragma unroll 1
-  for (int begin = 0; begin < count * params.heads; begin += kThreads >> log2_lanes) {
+  // The piece of each round is loaded one round earlier, and the first one before targets are
+  // found, so that fewer loads wait for each other.
+  struct {
+    int row, head;
+    bool exists;
+    alignas(16) uint32_t words[kWords];
+  } next;
+  const auto load = [&](int begin, uint32_t is_wanted) {
     const int n = begin + (static_cast<int>(threadIdx.x) >> log2_lanes);
-    const int row = n / params.heads, head = n - row * params.heads;
-    const bool exists =
-        n < count * params.heads && is_wanted >> row % kMaxRows & 1 && column < columns;
-    if (__all_sync(0xffffffff, !exists)) continue;
-
-    alignas(16) uint32_t words[kWords] = {};
-    const auto* const piece = reinterpret_cast<const uint4*>(data + row * from.row_stride +
-                                                             head * from.head_stride + column);
+    next.row = n / params.heads;
+    next.head = n - next.row * params.heads;
+    next.exists =
+        n < count * params.heads && is_wanted >> next.row % kMaxRows & 1 && column < columns;
+    const auto* const piece = reinterpret_cast<const uint4*>(data + next.row * from.row_stride +
+                                                             next.head * from.head_stride + column);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (exists && column + 8 * half < from.head_dim) {
-        *reinterpret_cast<uint4*>(words + 4 * half) = __ldg(piece + half);
-      }
+      const bool is_inside = next.exists && column + 8 * half < from.head_dim;
+      reinterpret_cast<uint4*>(next.words)[half] = is_inside ? __ldg(piece + half) : uint4{};
     }
+  };
+  load(0, ~0u);
+  const uint32_t is_wanted = part == Part::kQ ? ~0u : find_targets(params.batch, first);
+  next.exists &= is_wanted >> next.row % kMaxRows & 1;
+#pragma unroll 1
+  for (int begin = 0; begin < count * params.heads; begin += kThreads >> log2_lanes) {
+    const int row = next.row, head = next.head;
+    const bool exists = next.exists;
+    uint32_t words[kWords];
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) words[n] = next.words[n];
+    load(begin + (kThreads >> log2_lanes), is_wanted);
+    if (__all_sync(0xffffffff, !exists)) continue;
     uint32_t nonfinite = 0;
     uint32_t magnitude = largest_magnitude(words, lanes);
     const bool all_finite = __all_sync(0xffffffff, magnitude < kInfinity<Element>);
@@ -169,7 +184,7 @@ HSTU_DEVICE void quantize_rows(const PagedQuantizeParams& params, Part part, int
       }
     }
     if (!exists) continue;
-    *reinterpret_cast<uint4*>(codes + (first * params.heads + n) * columns + column) =
+    *reinterpret_cast<uint4*>(codes + ((first + row) * params.heads + head) * columns + column) =
         *reinterpret_cast<const uint4*>(packed);
     if (column == 0) descales[head * params.batch.total_q + first + row] = descale;
   }
@@ -277,6 +292,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (block < gathers) {
     const int warp = block * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     if (warp < params.paged.num_page_ids * 2 * params.heads) gather_scales(params, warp);
+    wait_for_previous_kernel();
     return;
   }
   block -= gathers;
@@ -284,11 +300,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int64_t first = int64_t{block - part * blocks_of_part} * rows;
   const auto count = static_cast<int>(clamp(params.batch.total_q - first, 0, rows));
   quantize_rows<Element>(params, static_cast<Part>(part), first, count, log2_lanes);
+  wait_for_previous_kernel();
 }
 
 }  // namespace
 
-void quantize_paged_call(const PagedQuantizeParams& params, const CudaLaunch& launch) {
+void quantize_paged_call(const PagedQuantizeParams& params, const CudaLaunch& launch,
+                         bool starts_early) {
   int log2_lanes = 0;
   while ((kPiece << log2_lanes) < params.q.head_dim) ++log2_lanes;
   const int64_t total_q = params.batch.total_q;
@@ -305,8 +323,10 @@ void quantize_paged_call(const PagedQuantizeParams& params, const CudaLaunch& la
   bool_switch(params.dtype == DType::kBFloat16, [&](auto is_bf16) {
     using Element = std::conditional_t<is_bf16, cutlass::bfloat16_t, cutlass::half_t>;
     launch_kernel(quantize_paged_kernel<Element>,
-                  {.blocks = static_cast<unsigned>(blocks), .threads = kThreads}, launch,
-                  "quantize_paged_call", params, static_cast<int>(gathers),
+                  {.blocks = static_cast<unsigned>(blocks),
+                   .threads = kThreads,
+                   .starts_early = starts_early},
+                  launch, "quantize_paged_call", params, static_cast<int>(gathers),
                   static_cast<int>(blocks_of_part), static_cast<int>(rows), log2_lanes);
   });
 }

@@ -32,7 +32,9 @@ struct PagedQuantizeParams {
 };
 
 // Launches the kernel. q, k and v must be aligned to 16 bytes, with strides that are multiples of 8
-// elements. The next kernel may start early (common/launch.h).
-void quantize_paged_call(const PagedQuantizeParams& params, const CudaLaunch& launch);
+// elements. The next kernel may start early (common/launch.h). With `starts_early` this one does,
+// too, and it ends after the kernel before, of which it reads nothing.
+void quantize_paged_call(const PagedQuantizeParams& params, const CudaLaunch& launch,
+                         bool starts_early);
 
 }  // namespace hstu

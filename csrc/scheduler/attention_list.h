@@ -49,22 +49,32 @@ WorkList take_forward_list(Workspace& workspace, const ForwardParams& params,
       const int begin = is_long ? std::max(list.capacity - count, 0) : 0;
       list.unlisted = {begin, begin + count};
     }
+    if (Form::kFollowsQuantization && !list.summaries.tiles) {
+      list.prepared_tiles = workspace.take<PreparedTile>(list.capacity);
+    }
   }
   list.work_per_tile = work_per_tile;
   return list;
 }
 
-// Makes the list on the device, if there is one, and zeroes `zero_bytes` of workspace. Returns the
-// number of blocks to launch.
+// Returns the number of blocks to launch.
 template <typename Form>
-int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const CudaLaunch& launch,
-                        void* zeros = nullptr, int64_t zero_bytes = 0) {
+int64_t forward_blocks(const WorkList& list, const CudaLaunch& launch) {
   const int64_t work_tiles = int64_t{list.capacity} * list.work_per_tile;
-  if (list.sequence_tiles > 0) return persistent_blocks<Form>(launch, work_tiles);
-  if (!list.tiles) return work_tiles;
+  const bool is_persistent = list.sequence_tiles > 0 || list.tiles;
+  return is_persistent ? persistent_blocks<Form>(launch, work_tiles) : work_tiles;
+}
+
+// Makes the list on the device, and zeroes `zero_bytes` of workspace. Returns false if there is no
+// list, and then launches nothing.
+template <typename Form>
+bool prepare_forward(const WorkList& list, const ForwardParams& params, const CudaLaunch& launch,
+                     void* zeros = nullptr, int64_t zero_bytes = 0) {
+  if (!list.tiles) return false;
   PrepareParams prepared;
   prepared.batch = params.batch;
   prepared.mask = params.mask;
+  prepared.paged = params.paged;
   prepared.list = list;
   prepared.tile_rows = Form::kRows;
   prepared.tile_keys = Form::kKeys;
@@ -72,7 +82,6 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const
   prepared.row_output = params.out;
   prepared.zeros = zeros;
   prepared.zero_bytes = zero_bytes;
-  prepared.starts_early = Form::kFollowsQuantization;
   // K and V of a chunk take a third of the L2 cache; the rest is for data that is used once.
   const int element_bytes = params.dtype == DType::kFloat8E4M3 ? 1 : 2;
   const int64_t row_bytes =
@@ -80,10 +89,11 @@ int64_t prepare_forward(const WorkList& list, const ForwardParams& params, const
   prepared.set_chunks(params.batch.total_k, launch.device.l2_bytes / 3 / row_bytes);
   // If each block has few work tiles, finishing at the same time is worth more than the reuse
   // within chunks.
+  const int64_t work_tiles = int64_t{list.capacity} * list.work_per_tile;
   const int64_t blocks = persistent_blocks<Form>(launch, work_tiles);
   if (Form::kWaitsForMemory && work_tiles >= 6 * blocks) prepared.tail_divisor = 3;
   prepare_scheduler(prepared, launch);
-  return blocks;
+  return true;
 }
 
 // Returns the parameters that the backward kernels of all architectures set in the same way.

@@ -231,6 +231,41 @@ __device__ void write_summaries(const PrepareParams& params, int first, int step
   }
 }
 
+// Writes the prepared tiles. Four neighboring threads take a tile: one for each 64 of its rows, and
+// the last one for all of them.
+__device__ void write_prepared_tiles(const PrepareParams& params, int first, int step) {
+  constexpr int kThreadsOfTile = 4;
+  const int part = first % kThreadsOfTile;
+  const int parts = params.tile_rows / PreparedTile::kPartRows;
+  for (int n = first / kThreadsOfTile; n < params.list.capacity; n += step / kThreadsOfTile) {
+    SequenceTile tile;
+    if (!find_row_tile(params.batch, n, params.tile_rows, tile)) tile = {};
+    const Sequence& sequence = tile.sequence;
+    const int begin = tile.index * params.tile_rows;
+    const int end = min(begin + params.tile_rows, sequence.q_len);
+    const int r0 = part < parts ? begin + part * PreparedTile::kPartRows : begin;
+    const int r1 = part < parts ? min(r0 + PreparedTile::kPartRows, end) : end;
+    const Mask mask(params.mask, sequence, 0);
+    const KeyIntervals keys = mask.kv_intervals(r0, r1);
+    const PaddedKeys<PreparedTile::kTileKeys> padded(sequence);
+    PreparedTile& to = params.list.prepared_tiles[n];
+    if (part < parts) {
+      to.keys[part] = padded.padded_end(max(keys.interval[0].end, keys.interval[1].end));
+    } else if (part == kThreadsOfTile - 1) {
+      SpanSummary summary;
+      summary.set_hull(keys);
+      mask.fully_visible(r0, r1, summary.fully_visible);
+      for (int i = 0; i < 2; ++i) {
+        summary.hull[i] = padded.to_padded(summary.hull[i], sequence.k_len);
+        summary.fully_visible[i] = padded.to_padded(summary.fully_visible[i], sequence.k_len);
+      }
+      to.tile = tile;
+      to.summary = summary;
+      to.pages = PageList(params.paged, tile.sequence_index);
+    }
+  }
+}
+
 // Zeroes the rows of the bias gradient that belong to no query, and the columns behind the last
 // tile of keys. Each warp takes 32 rows.
 __device__ void zero_bias_gradient(const PrepareParams& params, int first, int step) {
@@ -260,7 +295,6 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   if (blockIdx.x == 0) {
     make_list<kByKeys>(params);
-    wait_for_previous_kernel();  // see PrepareParams::starts_early
     return;
   }
   const int block = blockIdx.x - 1;
@@ -277,12 +311,14 @@ __global__ void __launch_bounds__(kThreads)
   if (kByKeys && params.dq_writers) write_dq_writers(params, warp, blocks * kWarps);
   if (kByKeys && params.bias_gradient.data) zero_bias_gradient(params, warp, blocks * kWarps);
   if (params.list.summaries.data) write_summaries(params, warp, blocks * kWarps);
+  if (!kByKeys && params.list.prepared_tiles) {
+    write_prepared_tiles(params, warp * 32 + static_cast<int>(threadIdx.x) % 32, blocks * kThreads);
+  }
   uint4* zeros = static_cast<uint4*>(params.zeros);
   const int64_t count = params.zero_bytes / 16;
   for (int64_t n = int64_t{block} * kThreads + threadIdx.x; n < count; n += blocks * kThreads) {
     zeros[n] = uint4{};
   }
-  wait_for_previous_kernel();
 }
 
 }  // namespace
@@ -293,9 +329,8 @@ void prepare_scheduler(const PrepareParams& params, const CudaLaunch& launch) {
   const int64_t work = params.zero_bytes / 16 + 32 * warps;
   const int64_t blocks = clamp(ceil_div(work, kThreads), 1, 2 * launch.device.multiprocessors);
   bool_switch(params.by_keys, [&](auto by_keys) {
-    const LaunchConfig config = {
-        .blocks = 1 + blocks, .threads = kThreads, .starts_early = params.starts_early};
-    launch_kernel(prepare_scheduler_kernel<by_keys>, config, launch, "prepare", params);
+    launch_kernel(prepare_scheduler_kernel<by_keys>, {.blocks = 1 + blocks, .threads = kThreads},
+                  launch, "prepare", params);
   });
 }
 

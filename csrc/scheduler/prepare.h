@@ -10,7 +10,8 @@ namespace hstu {
 struct PrepareParams {
   BatchParams batch;
   MaskParams mask;
-  WorkList list;         // written, with list.summaries
+  PagedParams paged;
+  WorkList list;         // written, with list.summaries or list.prepared_tiles
   bool by_keys = false;  // the list holds tiles of keys (backward), not of rows
   int tile_rows = 0;
   int tile_keys = 0;
@@ -38,10 +39,6 @@ struct PrepareParams {
 
   void* zeros = nullptr;  // workspace to zero, aligned to 16 bytes
   int64_t zero_bytes = 0;
-
-  // The previous kernel, which calls let_next_kernel_start(), writes nothing that this one reads:
-  // both run at the same time, and this one ends after the previous one.
-  bool starts_early = false;
 
   // Divides `total` key rows into chunks of at most `rows` rows (more if there would be more than
   // kMaxChunks), so that the K and V of a chunk stay in the L2 cache.

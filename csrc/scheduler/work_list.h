@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "../common/mask.h"
+#include "../common/pages.h"
 #if defined(__CUDACC__)
 #include "../common/ptx.h"
 #endif
@@ -20,6 +21,17 @@ struct alignas(16) SequenceTile {
   Sequence sequence;
   int sequence_index = 0;
   int index = 0;
+};
+
+// A tile of rows of the forward, and what its mask and its sequence's pages are.
+struct alignas(16) PreparedTile {
+  static constexpr int kPartRows = 64;
+  static constexpr int kTileKeys = 128;  // keys of a key tile
+
+  SequenceTile tile;
+  SpanSummary summary;  // which padded keys its rows see
+  PageList pages;
+  int keys[4] = {};  // for each 64 rows: end of the padded keys that some of these rows see
 };
 
 // The number of the first tile of sequence b, if each sequence begins with a tile of its own. No
@@ -51,6 +63,8 @@ struct WorkList {
   int work_per_tile = 1;  // work tiles of each listed tile
   Interval unlisted;      // the numbers of tiles that are not listed: blocks begin with them
   SpanSummaries summaries;
+  // [capacity], by the numbers of tiles; or null: each block finds these itself.
+  PreparedTile* prepared_tiles = nullptr;
 
   // Classifies tile n of keys for tile m of rows.
   template <int kRows, int kKeys>

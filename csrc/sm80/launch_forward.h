@@ -42,13 +42,40 @@ struct ForwardLauncher {
  private:
   template <typename Form>
   static ForwardPlan plan_kernel(const ForwardParams& params, const CudaLaunch& launch) {
-    if constexpr (Form::kIsShort) return {.workspace_bytes = 0, .split_kv = {}, .run = run<Form>};
-    Workspace workspace(nullptr);
-    take_forward_list<Form>(workspace, params, launch);
-    if constexpr (Form::kHasRelativeBias) {
-      take_prepared_bias(workspace, params.relative_bias, params.batch);
+    ForwardPlan plan;
+    plan.prepare = prepare<Form>;
+    plan.run = run<Form>;
+    if constexpr (!Form::kIsShort) {
+      Workspace workspace(nullptr);
+      ForwardParams laid_out = params;
+      take_workspace<Form>(workspace, launch, laid_out);
+      plan.workspace_bytes = workspace.used();
     }
-    return {.workspace_bytes = workspace.used(), .split_kv = {}, .run = run<Form>};
+    return plan;
+  }
+
+  // Takes the memory of the work list and of the prepared bias.
+  template <typename Form>
+  static WorkList take_workspace(Workspace& workspace, const CudaLaunch& launch,
+                                 ForwardParams& params) {
+    const WorkList list = take_forward_list<Form>(workspace, params, launch);
+    if constexpr (Form::kHasRelativeBias) {
+      RelativeBias& bias = params.relative_bias;
+      bias.prepared = take_prepared_bias(workspace, bias, params.batch);
+    }
+    return list;
+  }
+
+  template <typename Form>
+  static bool prepare(const ForwardPlan&, const ForwardParams& given, const CudaLaunch& launch) {
+    if constexpr (Form::kIsShort) return false;
+    Workspace workspace(launch.workspace);
+    ForwardParams params = given;
+    const WorkList list = take_workspace<Form>(workspace, launch, params);
+    if constexpr (Form::kHasRelativeBias) {
+      prepare_relative_bias(params.relative_bias, params.batch, launch);
+    }
+    return prepare_forward<Form>(list, params, launch);
   }
 
   template <typename Form>
@@ -60,15 +87,10 @@ struct ForwardLauncher {
       return;
     }
     Workspace workspace(launch.workspace);
-    const WorkList list = take_forward_list<Form>(workspace, given, launch);
     ForwardParams params = given;
-    if constexpr (Form::kHasRelativeBias) {
-      RelativeBias& bias = params.relative_bias;
-      bias.prepared = take_prepared_bias(workspace, bias, params.batch);
-      prepare_relative_bias(bias, params.batch, launch);
-    }
-    const int64_t blocks = prepare_forward<Form>(list, params, launch);
-    launch_attention<Form>(run_forward<Form>, launch, blocks, "forward", params, list);
+    const WorkList list = take_workspace<Form>(workspace, launch, params);
+    launch_attention<Form>(run_forward<Form>, launch, forward_blocks<Form>(list, launch), "forward",
+                           params, list);
   }
 };
 

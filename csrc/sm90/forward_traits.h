@@ -75,6 +75,7 @@ struct ForwardTraits {
       kTransposesValues ? fp8_paged_registers(kHeadDim)
       : kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasTimeBias)
                : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
+  static constexpr int kByteRows = kTransposesValues ? kKeys / 2 : kKeys;  // of a stage of bytes
   static constexpr int kPromotedTiles = 1024 / kKeys;  // key tiles between two promotions of O
   // Floats of device memory that the totals of a warpgroup take, see Promotion.
   static constexpr int kGlobalTotals =
@@ -87,7 +88,7 @@ struct ForwardTraits {
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
   static_assert(!kTransposesValues || kTiles.byte_stages % 2 == 0,
                 "each warp that transposes has stages of its own");
-  static_assert(!kTransposesValues || kTiles.byte_stages * kTiles.byte_rows >= kKeys,
+  static_assert(!kTransposesValues || kTiles.byte_stages * kByteRows >= kKeys,
                 "the factors of all keys of a tile are found before V is transposed");
   static_assert(!Source::kIsQuantized || !kHasBias, "a bias leaves no room for the bytes of pages");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer + kRegisters.converter <=
@@ -100,8 +101,14 @@ struct ForwardTraits {
   // work tiles.
   static constexpr bool kBeginsUnlisted = true;
   static constexpr bool kWaitsForMemory = true;
-  // quantize_paged_call() precedes, and runs at the same time as prepare_scheduler().
+  // quantize_paged_call() precedes, and runs at the same time as prepare_scheduler(), which writes
+  // the prepared tiles.
   static constexpr bool kFollowsQuantization = kTransposesValues;
+  static_assert(!kFollowsQuantization || kKeys == PreparedTile::kTileKeys);
+  static_assert(kConsumers <= 4 && kWarpgroupRows == PreparedTile::kPartRows);
+  static HSTU_DEVICE bool has_prepared_tiles(const WorkList& list) {
+    return kFollowsQuantization && list.prepared_tiles;
+  }
   static constexpr int kUnlistedLength = 4 * kRows;
   static constexpr int kUnlistedRounds = 2;
 
@@ -133,17 +140,13 @@ struct ForwardTraits {
   // A tile of rows of one head, and the key tiles of its split that some row sees. If keys are
   // paged, all keys are padded keys, see paged_keys.h.
   // NOTE: the alignment lets a load read four of the summary's numbers at once.
-  struct alignas(16) WorkTile {
-    SequenceTile tile;
-    SpanSummary summary;   // which keys its rows see
-    int head;              // kEndOfWork: there is no more work
-    int keys[kConsumers];  // end of the keys that some row of each warpgroup sees
+  struct alignas(16) WorkTile : PreparedTile {
+    int head;  // kEndOfWork: there is no more work
     RowFactors row_factors[kIsFp8 ? kRows : 0];
     BlockDescales largest_descales;  // of the sequence; only for E4m3PagedKeys
-    PageList pages;
-    Interval split;    // the keys of this split, if kIsSplitByList
-    int other_splits;  // how many other splits have visible keys
-    int bias_head;     // Bias::bias_head() of `head`
+    Interval split;                  // the keys of this split, if kIsSplitByList
+    int other_splits;                // how many other splits have visible keys
+    int bias_head;                   // Bias::bias_head() of `head`
 
     // The first of the 16 rows of the thread's warp.
     HSTU_DEVICE int first_row_of_warp(int warpgroup) const {
@@ -218,7 +221,6 @@ struct ForwardTraits {
                                        : Source::kIsPaged && kHasTimeBias ? kArrivalsOfWarp
                                                                           : 1;
   using ByteState = PipelineState<std::max(kTiles.byte_stages, 1)>;
-  static constexpr int kByteRows = kTransposesValues ? kTiles.byte_rows : kKeys;
   static constexpr int kValueBoxRows = kByteRows;  // of a copy of V
 
   // The factors of a tile's keys have more stages than V, and no `empty` barriers: a warp writes

@@ -129,16 +129,28 @@ class ForwardLauncher {
   static ForwardPlan plan_form(const ForwardParams& params, const CudaLaunch& launch,
                                const SplitKVPlan& split_kv) {
     Workspace workspace(nullptr);
-    take_metadata<Form>(workspace, params, launch, split_kv);
-    if constexpr (Form::kHasRelativeBias) take_bias<Form>(workspace, params);
-    if constexpr (Form::kIsFp8 && Form::kHasBias) take_bias_bounds(workspace, params);
-    return {.workspace_bytes = workspace.used(), .split_kv = split_kv, .run = run<Form>};
+    ForwardParams laid_out = params;
+    take_workspace<Form>(workspace, launch, split_kv, laid_out);
+    return {.workspace_bytes = workspace.used(),
+            .split_kv = split_kv,
+            .prepare = prepare<Form>,
+            .run = run<Form>};
   }
 
+  // Takes the memory of everything that precedes attention or that attention writes to.
   template <typename Form>
-  static PreparedBias take_bias(Workspace& workspace, const ForwardParams& params) {
-    return take_prepared_bias(workspace, params.relative_bias, params.batch,
-                              Form::BiasWindow::Position::kMargin, Form::kKeys);
+  static SchedulerMetadata take_workspace(Workspace& workspace, const CudaLaunch& launch,
+                                          const SplitKVPlan& split_kv, ForwardParams& params) {
+    const SchedulerMetadata metadata = take_metadata<Form>(workspace, params, launch, split_kv);
+    if constexpr (Form::kHasRelativeBias) {
+      params.relative_bias.prepared =
+          take_prepared_bias(workspace, params.relative_bias, params.batch,
+                             Form::BiasWindow::Position::kMargin, Form::kKeys);
+    }
+    if constexpr (Form::kIsFp8 && Form::kHasBias) {
+      params.fp8.bias_bounds = take_bias_bounds(workspace, params);
+    }
+    return metadata;
   }
 
   template <typename Form>
@@ -180,26 +192,30 @@ class ForwardLauncher {
   }
 
   template <typename Form>
-  static void run(const ForwardPlan& plan, const ForwardParams& given, const CudaLaunch& launch) {
+  static bool prepare(const ForwardPlan& plan, const ForwardParams& given,
+                      const CudaLaunch& launch) {
     Workspace workspace(launch.workspace);
-    const SchedulerMetadata metadata = take_metadata<Form>(workspace, given, launch, plan.split_kv);
     ForwardParams params = given;
+    const SchedulerMetadata metadata =
+        take_workspace<Form>(workspace, launch, plan.split_kv, params);
     if constexpr (Form::kHasRelativeBias) {
-      RelativeBias& bias = params.relative_bias;
-      bias.prepared = take_bias<Form>(workspace, params);
-      prepare_relative_bias(bias, params.batch, launch);
+      prepare_relative_bias(params.relative_bias, params.batch, launch);
     }
-    if constexpr (Form::kIsFp8 && Form::kHasBias) {
-      params.fp8.bias_bounds = take_bias_bounds(workspace, params);
-      find_bias_bounds(params, launch);
-    }
+    if constexpr (Form::kIsFp8 && Form::kHasBias) find_bias_bounds(params, launch);
     const int64_t counter_bytes =
         metadata.arrived ? Workspace::bytes<int>(partial_slots<Form>(metadata.list, params)) : 0;
-    const int64_t blocks =
-        prepare_forward<Form>(metadata.list, params, launch, metadata.arrived, counter_bytes);
+    return prepare_forward<Form>(metadata.list, params, launch, metadata.arrived, counter_bytes);
+  }
+
+  template <typename Form>
+  static void run(const ForwardPlan& plan, const ForwardParams& given, const CudaLaunch& launch) {
+    Workspace workspace(launch.workspace);
+    ForwardParams params = given;
+    const SchedulerMetadata metadata =
+        take_workspace<Form>(workspace, launch, plan.split_kv, params);
+    const int64_t blocks = forward_blocks<Form>(metadata.list, launch) * Form::kClusterSize;
     const ForwardMaps maps = make_maps<Form>(params);
-    launch_attention<Form>(run_forward<Form>, launch, blocks * Form::kClusterSize, "forward",
-                           params, maps, metadata);
+    launch_attention<Form>(run_forward<Form>, launch, blocks, "forward", params, maps, metadata);
   }
 
   template <typename Form>

@@ -1,46 +1,12 @@
-// Keys and values in pages: how keys are counted, how a sequence's pages are found and copied.
-//
-// The history is in pages and targets are in packed rows, so a key tile holds keys of one kind: the
-// first target begins a new tile. Padded keys are key indices that count the gap between the end of
-// the history and the first target. Key tiles consist of padded keys.
+// Keys and values in pages: how a sequence's pages are found and copied. Key tiles consist of
+// padded keys, see common/pages.h.
 #pragma once
 
-#include "../common/mask.h"
 #include "../common/pages.h"
 #include "../scheduler/work_list.h"
 #include "tensor_map.h"
 
 namespace hstu::sm90 {
-
-// Converts between keys and padded keys of a sequence, for tiles of kKeys keys.
-template <int kKeys>
-struct PaddedKeys {
-  int history_end;
-
-  HSTU_DEVICE explicit PaddedKeys(const Sequence& sequence) : history_end(sequence.history_end) {}
-
-  HSTU_DEVICE int first_target() const { return round_up(history_end, kKeys); }
-  HSTU_DEVICE bool is_target(int padded_key) const { return padded_key >= first_target(); }
-  HSTU_DEVICE int key(int padded_key) const {
-    return is_target(padded_key) ? padded_key - first_target() + history_end : padded_key;
-  }
-  // Converts the end of an interval of keys.
-  HSTU_DEVICE int padded_end(int key) const {
-    return key > history_end ? key - history_end + first_target() : key;
-  }
-  // NOTE: intervals may end at INT_MAX; clamping to k_len avoids an overflow.
-  HSTU_DEVICE Interval to_padded(Interval keys, int k_len) const {
-    const int begin = min(keys.begin, k_len);
-    return {begin < history_end ? begin : begin - history_end + first_target(),
-            padded_end(min(keys.end, k_len))};
-  }
-  // Clears the bits of padded keys in the gap; bit n is for padded key `first` + n.
-  HSTU_DEVICE uint64_t without_gap(uint64_t visible, int first) const {
-    const int count = is_target(first) ? 64 : history_end - first;
-    if (count >= 64) return visible;
-    return count <= 0 ? 0 : visible & ((uint64_t{1} << count) - 1);
-  }
-};
 
 // The tensor map of the cache, whose rows are [num_pages, 2, page_size], and distances in rows.
 struct PageMap {

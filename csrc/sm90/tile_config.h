@@ -25,7 +25,6 @@ struct ForwardTiles {
   int key_stages;       // of K and V
   int bias_stages = 2;  // of a dense bias
   int byte_stages = 0;  // of the bytes of K or V from e4m3 pages
-  int byte_rows = 64;   // of a stage of bytes of V in E4m3PagedKeys
   TotalColumns totals;  // of O in e4m3
 };
 
@@ -158,9 +157,19 @@ constexpr ForwardTiles fp8_tiles() {
 template <int kHeadDim>
 constexpr ForwardTiles fp8_paged_tiles() {
   if constexpr (kHeadDim == 64) {
-    return {.consumers = 3, .keys = 128, .query_stages = 2, .key_stages = 6, .byte_stages = 8};
+    return {.consumers = 3,
+            .keys = 128,
+            .query_stages = 2,
+            .key_stages = 6,
+            .byte_stages = 8,
+            .totals = {.shared = 64}};
   } else if constexpr (kHeadDim == 128) {
-    return {.consumers = 3, .keys = 128, .query_stages = 1, .key_stages = 4, .byte_stages = 6};
+    return {.consumers = 3,
+            .keys = 128,
+            .query_stages = 1,
+            .key_stages = 3,
+            .byte_stages = 4,
+            .totals = {.shared = 72}};
   } else {
     static_assert(kHeadDim == 256,
                   "sm90/tile_config.h: fp8_paged_tiles has no entry for this head dim");
@@ -168,8 +177,8 @@ constexpr ForwardTiles fp8_paged_tiles() {
             .keys = 128,
             .query_stages = 1,
             .key_stages = 2,
-            .byte_stages = 6,
-            .byte_rows = 32};
+            .byte_stages = 2,
+            .totals = {.shared = 40}};
   }
 }
 constexpr Registers fp8_paged_registers(int head_dim) {

@@ -127,7 +127,10 @@ class TileScheduler {
         Traits::kIsSplitByList ? split < split_kv.num_splits : work_index != Traits::kNoWorkIndex;
     const bool is_by_sequence =
         Traits::kReduction == SplitKVReduction::kNone && list.sequence_tiles > 0;
-    if (is_by_sequence) {
+    const bool is_prepared = Traits::has_prepared_tiles(list);
+    if (is_prepared) {
+      copy_prepared_tile(list, tile, work_tile);
+    } else if (is_by_sequence) {
       exists = work_index < work_tiles;
     } else if (exists && !is_listed) {
       const bool has_rows =
@@ -145,15 +148,35 @@ class TileScheduler {
     } else if (exists && is_listed) {
       wait_for_previous_kernel();
       const bool has_rows = tile - unlisted < *list.count;
-      work_tile.tile = has_rows ? list.tiles[tile - unlisted] : SequenceTile{};
+      if (!is_prepared) work_tile.tile = has_rows ? list.tiles[tile - unlisted] : SequenceTile{};
       exists = has_rows || (Traits::kIsSplitByList && split + 1 < split_kv.num_splits);
       // The rest of this split has no rows either: go on with the next split.
       if (!has_rows && exists) atomicMax(list.next, (split + 1) * work_tiles - reload_grid_dim());
-      if (has_rows) Source::find_pages(params, work_tile);
+      if (has_rows && !is_prepared) Source::find_pages(params, work_tile);
     }
     work_tile.head = exists ? index - tile * params.heads : Traits::kEndOfWork;
     work_tile.bias_head = Traits::Bias::bias_head(params, work_tile.head);
     if constexpr (Traits::kIsSplitByList) work_tile.split = split_kv.keys_of(split);
+  }
+
+  // Copies prepared tile `tile`, counted as find_rows() does. Behind the last one, the copy has no
+  // rows.
+  static HSTU_DEVICE void copy_prepared_tile(const WorkList& list, int tile, WorkTile& work_tile) {
+    constexpr int kPieces = sizeof(PreparedTile) / sizeof(uint4);
+    wait_for_previous_kernel();
+    const int unlisted = list.unlisted.end - list.unlisted.begin;
+    int64_t number = list.unlisted.begin + tile;
+    if (tile >= unlisted) {
+      number = list.capacity;
+      if (tile - unlisted < *list.count) {
+        const SequenceTile& listed = list.tiles[tile - unlisted];
+        number = first_tile(listed.sequence.q_begin, listed.sequence_index, kRows) + listed.index;
+      }
+    }
+    if (threadIdx.x >= kPieces) return;
+    const auto* const from = reinterpret_cast<const uint4*>(list.prepared_tiles + number);
+    auto* const to = reinterpret_cast<uint4*>(static_cast<PreparedTile*>(&work_tile));
+    to[threadIdx.x] = number < list.capacity ? from[threadIdx.x] : uint4{};
   }
 
   // Writes which keys the rows of a work tile see: a lane for each warpgroup writes the end of the
@@ -162,6 +185,12 @@ class TileScheduler {
                                     WorkTile& work_tile) {
     const WorkList& list = metadata.list;
     const int lane = static_cast<int>(threadIdx.x);
+    if (Traits::has_prepared_tiles(list)) {
+      if constexpr (Traits::kIsSplitByList) {
+        if (lane == kConsumers) count_other_splits(metadata.split_kv, work_tile);
+      }
+      return;
+    }
     const Sequence& sequence = work_tile.tile.sequence;
     const int first = work_tile.tile.index * kRows;
     const int r0 = first + lane % kConsumers * kWarpgroupRows;

@@ -284,12 +284,6 @@ int64_t lay_out(PagedQuantizeParams& quantize, void* memory, ForwardParams& para
                 .page_descales = quantize.page_descales};
   return arena.used();
 }
-void launch_quantize(const QuantizeParams& params, const CudaLaunch& launch) {
-  quantize_qkv(params, launch.stream);
-}
-void launch_quantize(const PagedQuantizeParams& params, const CudaLaunch& launch) {
-  quantize_paged_call(params, launch);
-}
 
 // -------------------------------------------------------------------------------------- launches
 
@@ -309,6 +303,7 @@ class Call {
   void run(const ForwardKernel& kernel, const ForwardParams& params) {
     const ForwardPlan plan = kernel.plan(params, launch_);
     const std::optional<Tensor> workspace = take_workspace(plan.workspace_bytes);
+    plan.prepare(plan, params, launch_);
     plan.run(plan, params, launch_);
   }
   // Quantizes q, k and v, and runs the e4m3 forward with them. `params` describes the call before
@@ -320,7 +315,13 @@ class Call {
     const std::optional<Tensor> workspace = take_workspace(bytes + plan.workspace_bytes);
     lay_out(quantize, launch_.workspace, params);
     launch_.workspace = static_cast<char*>(launch_.workspace) + bytes;
-    launch_quantize(quantize, launch_);
+    if constexpr (std::is_same_v<Quantize, PagedQuantizeParams>) {
+      const bool starts_early = plan.prepare(plan, params, launch_);
+      quantize_paged_call(quantize, launch_, starts_early);
+    } else {
+      quantize_qkv(quantize, launch_.stream);
+      plan.prepare(plan, params, launch_);
+    }
     plan.run(plan, params, launch_);
   }
   void run(const BackwardKernel& kernel, const BackwardParams& params) {
