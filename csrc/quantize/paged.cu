@@ -292,7 +292,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (block < gathers) {
     const int warp = block * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     if (warp < params.paged.num_page_ids * 2 * params.heads) gather_scales(params, warp);
-    wait_for_previous_kernel();
     return;
   }
   block -= gathers;
@@ -300,7 +299,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const int64_t first = int64_t{block - part * blocks_of_part} * rows;
   const auto count = static_cast<int>(clamp(params.batch.total_q - first, 0, rows));
   quantize_rows<Element>(params, static_cast<Part>(part), first, count, log2_lanes);
-  wait_for_previous_kernel();
+  // One block that waits delays the end of the kernel. The others make room for the next kernel.
+  if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();
 }
 
 }  // namespace

@@ -234,35 +234,42 @@ __device__ void write_summaries(const PrepareParams& params, int first, int step
 // Writes the prepared tiles. Four neighboring threads take a tile: one for each 64 of its rows, and
 // the last one for all of them.
 __device__ void write_prepared_tiles(const PrepareParams& params, int first, int step) {
-  constexpr int kThreadsOfTile = 4;
+  constexpr int kThreadsOfTile = PreparedTile::kMaxParts + 1;
   const int part = first % kThreadsOfTile;
   const int parts = params.tile_rows / PreparedTile::kPartRows;
+  const unsigned lanes = 0xf << threadIdx.x % 32 / kThreadsOfTile * kThreadsOfTile;
   for (int n = first / kThreadsOfTile; n < params.list.capacity; n += step / kThreadsOfTile) {
-    SequenceTile tile;
-    if (!find_row_tile(params.batch, n, params.tile_rows, tile)) tile = {};
-    const Sequence& sequence = tile.sequence;
-    const int begin = tile.index * params.tile_rows;
+    PreparedTile prepared;
+    if (!find_row_tile(params.batch, n, params.tile_rows, prepared.tile)) prepared.tile = {};
+    const Sequence& sequence = prepared.tile.sequence;
+    const int begin = prepared.tile.index * params.tile_rows;
     const int end = min(begin + params.tile_rows, sequence.q_len);
     const int r0 = part < parts ? begin + part * PreparedTile::kPartRows : begin;
     const int r1 = part < parts ? min(r0 + PreparedTile::kPartRows, end) : end;
     const Mask mask(params.mask, sequence, 0);
     const KeyIntervals keys = mask.kv_intervals(r0, r1);
     const PaddedKeys<PreparedTile::kTileKeys> padded(sequence);
-    PreparedTile& to = params.list.prepared_tiles[n];
-    if (part < parts) {
-      to.keys[part] = padded.padded_end(max(keys.interval[0].end, keys.interval[1].end));
-    } else if (part == kThreadsOfTile - 1) {
-      SpanSummary summary;
-      summary.set_hull(keys);
-      mask.fully_visible(r0, r1, summary.fully_visible);
-      for (int i = 0; i < 2; ++i) {
-        summary.hull[i] = padded.to_padded(summary.hull[i], sequence.k_len);
-        summary.fully_visible[i] = padded.to_padded(summary.fully_visible[i], sequence.k_len);
-      }
-      to.tile = tile;
-      to.summary = summary;
-      to.pages = PageList(params.paged, tile.sequence_index);
+    const int last = padded.padded_end(max(keys.interval[0].end, keys.interval[1].end));
+#pragma unroll
+    for (int i = 0; i < PreparedTile::kMaxParts; ++i) {
+      const int last_of_part = __shfl_sync(lanes, last, i, kThreadsOfTile);
+      if (i < parts) prepared.keys[i] = last_of_part;
     }
+    if (part != kThreadsOfTile - 1) continue;
+    SpanSummary& summary = prepared.summary;
+    summary.set_hull(keys);
+    mask.fully_visible(r0, r1, summary.fully_visible);
+    for (int i = 0; i < 2; ++i) {
+      summary.hull[i] = padded.to_padded(summary.hull[i], sequence.k_len);
+      summary.fully_visible[i] = padded.to_padded(summary.fully_visible[i], sequence.k_len);
+    }
+    prepared.pages = PageList(params.paged, prepared.tile.sequence_index);
+    // NOTE: this writes the padding, too, which is copied with the rest.
+    uint4 words[sizeof(PreparedTile) / sizeof(uint4)];
+    memcpy(words, &prepared, sizeof(words));
+    auto* const to = reinterpret_cast<uint4*>(params.list.prepared_tiles + n);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(words) / sizeof(uint4)); ++i) to[i] = words[i];
   }
 }
 
@@ -326,7 +333,8 @@ __global__ void __launch_bounds__(kThreads)
 void prepare_scheduler(const PrepareParams& params, const CudaLaunch& launch) {
   const SpanSummaries& summaries = params.list.summaries;
   const int64_t warps = params.batch.batch + 1 + int64_t{summaries.heads} * summaries.tiles;
-  const int64_t work = params.zero_bytes / 16 + 32 * warps;
+  const int64_t prepared_tiles = params.list.prepared_tiles ? params.list.capacity : 0;
+  const int64_t work = params.zero_bytes / 16 + 32 * warps + 4 * prepared_tiles;
   const int64_t blocks = clamp(ceil_div(work, kThreads), 1, 2 * launch.device.multiprocessors);
   bool_switch(params.by_keys, [&](auto by_keys) {
     launch_kernel(prepare_scheduler_kernel<by_keys>, {.blocks = 1 + blocks, .threads = kThreads},

@@ -26,6 +26,7 @@ struct alignas(16) SequenceTile {
 // A tile of rows of the forward, and what its mask and its sequence's pages are.
 struct alignas(16) PreparedTile {
   static constexpr int kPartRows = 64;
+  static constexpr int kMaxParts = 3;    // of tiles that prepare_scheduler() prepares
   static constexpr int kTileKeys = 128;  // keys of a key tile
 
   SequenceTile tile;

@@ -104,11 +104,10 @@ struct ForwardTraits {
   // quantize_paged_call() precedes, and runs at the same time as prepare_scheduler(), which writes
   // the prepared tiles.
   static constexpr bool kFollowsQuantization = kTransposesValues;
-  static_assert(!kFollowsQuantization || kKeys == PreparedTile::kTileKeys);
-  static_assert(kConsumers <= 4 && kWarpgroupRows == PreparedTile::kPartRows);
-  static HSTU_DEVICE bool has_prepared_tiles(const WorkList& list) {
-    return kFollowsQuantization && list.prepared_tiles;
-  }
+  static_assert(!kFollowsQuantization ||
+                    (kKeys == PreparedTile::kTileKeys && kConsumers <= PreparedTile::kMaxParts),
+                "prepare_scheduler() counts keys and rows like this kernel");
+  static_assert(kWarpgroupRows == PreparedTile::kPartRows);
   static constexpr int kUnlistedLength = 4 * kRows;
   static constexpr int kUnlistedRounds = 2;
 

@@ -103,16 +103,17 @@ class TileScheduler {
   static HSTU_DEVICE void get_next_work(const ForwardParams& params,
                                         const SchedulerMetadata& metadata, const SharedMemory& smem,
                                         WorkTile& work_tile) {
-    find_rows(params, metadata, smem, work_tile);
+    const bool is_prepared = find_rows(params, metadata, smem, work_tile);
     __syncwarp();
     const int lane = static_cast<int>(threadIdx.x);
     if (work_tile.is_end() || lane >= Traits::kSchedulerLanes) return;
     compiler_barrier();
-    find_keys(params, metadata, work_tile);
+    find_keys(params, metadata, work_tile, is_prepared);
   }
 
-  // Writes the row tile, heads and split of a work tile.
-  static HSTU_DEVICE void find_rows(const ForwardParams& params, const SchedulerMetadata& metadata,
+  // Writes the row tile, heads and split of a work tile. Returns true if the row tile has been
+  // prepared, so that the keys that it sees have been written, too.
+  static HSTU_DEVICE bool find_rows(const ForwardParams& params, const SchedulerMetadata& metadata,
                                     const SharedMemory& smem, WorkTile& work_tile) {
     const int work_index = smem.work_index;
     const WorkList& list = metadata.list;
@@ -127,17 +128,15 @@ class TileScheduler {
         Traits::kIsSplitByList ? split < split_kv.num_splits : work_index != Traits::kNoWorkIndex;
     const bool is_by_sequence =
         Traits::kReduction == SplitKVReduction::kNone && list.sequence_tiles > 0;
-    const bool is_prepared = Traits::has_prepared_tiles(list);
-    if (is_prepared) {
-      copy_prepared_tile(list, tile, work_tile);
-    } else if (is_by_sequence) {
+    const bool is_prepared = copy_prepared_tile(list, tile, work_tile);
+    if (is_by_sequence) {
       exists = work_index < work_tiles;
-    } else if (exists && !is_listed) {
+    } else if (exists && !is_listed && !is_prepared) {
       const bool has_rows =
           Source::template find_row_tile<kRows>(params, list.unlisted.begin + tile, work_tile);
       exists = has_rows || list.tiles != nullptr;
     }
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x != 0) return is_prepared;
     if (exists && is_by_sequence) {
       int b = tile;
       int n = list.sequence_tiles - 1 + smem.tiles_beyond;
@@ -157,12 +156,13 @@ class TileScheduler {
     work_tile.head = exists ? index - tile * params.heads : Traits::kEndOfWork;
     work_tile.bias_head = Traits::Bias::bias_head(params, work_tile.head);
     if constexpr (Traits::kIsSplitByList) work_tile.split = split_kv.keys_of(split);
+    return is_prepared;
   }
 
   // Copies prepared tile `tile`, counted as find_rows() does. Behind the last one, the copy has no
-  // rows.
-  static HSTU_DEVICE void copy_prepared_tile(const WorkList& list, int tile, WorkTile& work_tile) {
-    constexpr int kPieces = sizeof(PreparedTile) / sizeof(uint4);
+  // rows. Returns false if the tile has not been prepared.
+  static HSTU_DEVICE bool copy_prepared_tile(const WorkList& list, int tile, WorkTile& work_tile) {
+    if (!Traits::kFollowsQuantization || !list.prepared_tiles) return false;
     wait_for_previous_kernel();
     const int unlisted = list.unlisted.end - list.unlisted.begin;
     int64_t number = list.unlisted.begin + tile;
@@ -171,21 +171,32 @@ class TileScheduler {
       if (tile - unlisted < *list.count) {
         const SequenceTile& listed = list.tiles[tile - unlisted];
         number = first_tile(listed.sequence.q_begin, listed.sequence_index, kRows) + listed.index;
+        // NOTE: with inconsistent offsets, another sequence may have this number.
+        const SequenceTile& prepared = list.prepared_tiles[number].tile;
+        if (prepared.sequence_index != listed.sequence_index || prepared.index != listed.index) {
+          return false;
+        }
       }
     }
-    if (threadIdx.x >= kPieces) return;
+    constexpr int kLanes = Traits::kSchedulerLanes;
     const auto* const from = reinterpret_cast<const uint4*>(list.prepared_tiles + number);
     auto* const to = reinterpret_cast<uint4*>(static_cast<PreparedTile*>(&work_tile));
-    to[threadIdx.x] = number < list.capacity ? from[threadIdx.x] : uint4{};
+    constexpr int kPieces = sizeof(PreparedTile) / sizeof(uint4);
+#pragma unroll
+    for (int first = 0; first < kPieces; first += kLanes) {
+      const int n = first + static_cast<int>(threadIdx.x);
+      if (threadIdx.x < kLanes && n < kPieces) to[n] = number < list.capacity ? from[n] : uint4{};
+    }
+    return true;
   }
 
   // Writes which keys the rows of a work tile see: a lane for each warpgroup writes the end of the
   // keys that its rows see, and the next lane the summary of all rows.
   static HSTU_DEVICE void find_keys(const ForwardParams& params, const SchedulerMetadata& metadata,
-                                    WorkTile& work_tile) {
+                                    WorkTile& work_tile, bool is_prepared) {
     const WorkList& list = metadata.list;
     const int lane = static_cast<int>(threadIdx.x);
-    if (Traits::has_prepared_tiles(list)) {
+    if (is_prepared) {
       if constexpr (Traits::kIsSplitByList) {
         if (lane == kConsumers) count_other_splits(metadata.split_kv, work_tile);
       }

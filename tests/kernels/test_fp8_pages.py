@@ -159,6 +159,37 @@ def test_every_kernel(dim: int, blocks: str) -> None:
     check(with_tiles(batch, blocks, 128 if dim == 256 else 192), "cuda", NORMAL)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"window": (300, 0)}, {"target_group_size": 4}, {}])
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("splits", [False, True])
+def test_prepared_tiles(splits: bool, dim: int, options: dict[str, Any]) -> None:
+    """With a work list, what a tile of rows sees is found before attention begins."""
+    users = range(3 if splits else 70)
+    batch = fp8_batch(
+        [2900 - 900 * b if splits else 950 - 13 * b for b in users],
+        [(37 * b + 70) % 200 for b in users],
+        [(53 * b + 80) % 190 for b in users],
+        dim=dim,
+        page_size=32,
+        **options,
+    )
+    rows = 128 if dim == 256 else 192
+    check(with_tiles(batch, "two splits", rows) if splits else batch, "cuda", NORMAL)
+
+
+@pytest.mark.gpu
+def test_prepared_tiles_of_bad_offsets() -> None:
+    """An offset that falls changes no rows of earlier sequences, wherever a search for it ends."""
+    users, new = 70, 950
+    batch = fp8_batch([300] * users, [new] * users, [0] * users, dim=64, heads=4, page_size=64)
+    wanted = output(batch, "cuda")
+    cu_seqlens = batch.cu_seqlens_q.clone()
+    cu_seqlens[52] = 0
+    got = output(replace(batch, cu_seqlens_q=cu_seqlens), "cuda")
+    assert torch.equal(got[: 51 * new], wanted[: 51 * new])
+
+
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_rows_of_many_magnitudes(device: str) -> None:
     check(fp8_batch([200, 31], [40, 8], [35, 6], dim=128, of_normal=False), device)
