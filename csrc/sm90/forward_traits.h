@@ -62,8 +62,8 @@ struct ForwardTraits {
   static constexpr bool kHasTimeBias = Bias::kHasTime;
   static constexpr bool kHasBiasTiles = kHasBias && !kHasRelativeBias;
   static constexpr ForwardTiles kTiles = [] {
+    if constexpr (kTransposesValues) return fp8_paged_tiles<kHeadDim, kHasSmallTiles>();
     if constexpr (kHasSmallTiles) return small_forward_tiles<kHeadDim>();
-    if constexpr (kTransposesValues) return fp8_paged_tiles<kHeadDim>();
     if constexpr (kIsFp8) return fp8_tiles<kHeadDim, sizeof(ScoreSum) == 2, kHasBias>();
     return forward_tiles<kHeadDim, kHasBias, kHasTimeBias, Source::kIsPaged,
                          Source::kIsQuantized>();
@@ -72,7 +72,7 @@ struct ForwardTraits {
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kTiles.keys;
   static constexpr Registers kRegisters =
-      kTransposesValues ? fp8_paged_registers(kHeadDim)
+      kTransposesValues ? fp8_paged_registers(kHeadDim, kConsumers)
       : kIsFp8 ? fp8_registers(kHeadDim, kConsumers, kHasTimeBias)
                : forward_registers(kHeadDim, kConsumers, Source::kIsPaged, Source::kIsQuantized);
   static constexpr int kByteRows = kTransposesValues ? kKeys / 2 : kKeys;  // of a stage of bytes

@@ -34,13 +34,23 @@ class ForwardLauncher {
 
   static ForwardPlan plan_paged(const ForwardParams& params, const CudaLaunch& launch) {
     if constexpr (kDType == DType::kFloat8E4M3) {
-      return plan_splits<E4m3PagedKeys, NoScoreBias>(params, launch);
+      return plan_paged_fp8(params, launch);
     } else {
       return plan_paged_16_bits(params, launch);
     }
   }
 
  private:
+  static ForwardPlan plan_paged_fp8(const ForwardParams& params, const CudaLaunch& launch) {
+    const ForwardPlan plan = plan_splits<E4m3PagedKeys, NoScoreBias>(params, launch);
+    if constexpr (kHeadDim <= 128) {
+      using Small = SmallKernel<E4m3PagedKeys>;
+      if (plan.split_kv.reduction == Reduction::kNone && fits_at_once<Small>(params, launch)) {
+        return plan_form<Small>(params, launch, {});
+      }
+    }
+    return plan;
+  }
   static ForwardPlan plan_paged_16_bits(const ForwardParams& params, const CudaLaunch& launch) {
     if (params.paged.scales) {
       return plan_splits<QuantizedPagedKeys, NoScoreBias>(params, launch);
@@ -57,8 +67,9 @@ class ForwardLauncher {
   template <typename Source, typename Bias, Reduction kReduction = Reduction::kNone,
             int kClusterSize = 1>
   using Kernel = Forward<kHeadDim, ElementOf<kDType>, Source, Bias, kReduction, kClusterSize>;
-  using SmallKernel = Forward<kHeadDim, ElementOf<kDType>, PackedKeys, NoScoreBias,
-                              Reduction::kNone, 1, /*kHasSmallTiles=*/true>;
+  template <typename Source>
+  using SmallKernel = Forward<kHeadDim, ElementOf<kDType>, Source, NoScoreBias, Reduction::kNone, 1,
+                              /*kHasSmallTiles=*/true>;
 
   static ForwardPlan plan_packed(const ForwardParams& params, const CudaLaunch& launch) {
     if (params.relative_bias.time.data) {
@@ -70,13 +81,17 @@ class ForwardLauncher {
     if (params.rab.data) {
       return plan_form<Kernel<PackedKeys, DenseScoreBias>>(params, launch, {});
     }
-    const BatchParams& batch = params.batch;
-    const int64_t small_tiles =
-        WorkList::max_tiles(batch.total_q, batch.batch, SmallKernel::kRows) * int64_t{params.heads};
-    if (small_tiles <= resident_blocks<SmallKernel>(launch)) {
-      return plan_form<SmallKernel>(params, launch, {});
-    }
+    using Small = SmallKernel<PackedKeys>;
+    if (fits_at_once<Small>(params, launch)) return plan_form<Small>(params, launch, {});
     return plan_form<Kernel<PackedKeys, NoScoreBias>>(params, launch, {});
+  }
+
+  // True if all work tiles of Form are resident at once, whatever the lengths of sequences are.
+  template <typename Form>
+  static bool fits_at_once(const ForwardParams& params, const CudaLaunch& launch) {
+    const BatchParams& batch = params.batch;
+    const int64_t tiles = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
+    return tiles * params.heads <= resident_blocks<Form>(launch);
   }
 
   template <typename Source, typename Bias>

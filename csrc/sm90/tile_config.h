@@ -151,27 +151,27 @@ constexpr ForwardTiles fp8_tiles() {
     static_assert(kHeadDim == 0, "sm90/tile_config.h: fp8_tiles has no entry for this head dim");
   }
 }
-// The tiles for E4m3PagedKeys. Each of the two warps that transpose V uses every second of the
-// stages of bytes. Their number must be even: with an odd number, a warp would miss phases of their
-// barriers.
-template <int kHeadDim>
+// The tiles for E4m3PagedKeys, or those of its batches of few rows. Each of the two warps that
+// transpose V uses every second of the stages of bytes. Their number must be even: with an odd
+// number, a warp would miss phases of their barriers.
+template <int kHeadDim, bool kIsSmall>
 constexpr ForwardTiles fp8_paged_tiles() {
   if constexpr (kHeadDim == 64) {
-    return {.consumers = 3,
+    return {.consumers = kIsSmall ? 2 : 3,
             .keys = 128,
             .query_stages = 2,
             .key_stages = 6,
             .byte_stages = 8,
             .totals = {.shared = 64}};
   } else if constexpr (kHeadDim == 128) {
-    return {.consumers = 3,
+    return {.consumers = kIsSmall ? 2 : 3,
             .keys = 128,
             .query_stages = 1,
             .key_stages = 3,
             .byte_stages = 4,
             .totals = {.shared = 72}};
   } else {
-    static_assert(kHeadDim == 256,
+    static_assert(kHeadDim == 256 && !kIsSmall,
                   "sm90/tile_config.h: fp8_paged_tiles has no entry for this head dim");
     return {.consumers = 2,
             .keys = 128,
@@ -181,8 +181,9 @@ constexpr ForwardTiles fp8_paged_tiles() {
             .totals = {.shared = 40}};
   }
 }
-constexpr Registers fp8_paged_registers(int head_dim) {
+constexpr Registers fp8_paged_registers(int head_dim, int consumers) {
   if (head_dim == 256) return {.producer = 88, .consumer = 208};
+  if (consumers == 2) return {.producer = 80, .consumer = 208};
   if (head_dim == 128) return {.producer = 56, .consumer = 152};
   return {.producer = 80, .consumer = 144};
 }

@@ -110,6 +110,8 @@ BATCHES: dict[str, Callable[[], Batch]] = {
     "narrow heads": lambda: fp8_batch([130, 40], [9, 8], [5, 70], dim=16, page_size=64),
     "odd heads": lambda: fp8_batch([130, 40], [9, 8], [5, 70], dim=80, heads=3, page_size=64),
     "wide heads": lambda: fp8_batch([130, 40], [9, 8], [5, 70], dim=160, page_size=128),
+    "few rows": lambda: fp8_batch([500, 90] * 4, [100] * 8, [120] * 8, dim=128, heads=4),
+    "few rows, narrow heads": lambda: fp8_batch([90] * 8, [100] * 8, [120] * 8, dim=64, heads=4),
     "fp16": lambda: fp8_batch([130, 40], [9, 8], [5, 70], dim=64, dtype=torch.float16),
 }
 
