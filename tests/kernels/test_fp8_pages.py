@@ -162,6 +162,7 @@ def test_every_kernel(dim: int, blocks: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.sanitize
 @pytest.mark.parametrize("options", [{"window": (300, 0)}, {"target_group_size": 4}, {}])
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("splits", [False, True])
