@@ -1,5 +1,6 @@
 // The kernel that runs before an attention kernel that needs it: it makes the work list, the mask
-// summaries and the order of dQ additions, and zeroes workspace and the outputs' unowned rows.
+// summaries, the prepared tiles and the order of dQ additions, and zeroes workspace and the
+// outputs' unowned rows.
 #pragma once
 
 #include "../dispatch.h"

@@ -23,10 +23,10 @@ struct alignas(16) SequenceTile {
   int index = 0;
 };
 
-// A tile of rows of the forward, and what its mask and its sequence's pages are.
+// A tile of rows of the forward, the keys that its rows see, and the pages of its sequence.
 struct alignas(16) PreparedTile {
   static constexpr int kPartRows = 64;
-  static constexpr int kMaxParts = 3;    // of tiles that prepare_scheduler() prepares
+  static constexpr int kMaxParts = 3;    // parts of a tile that prepare_scheduler() prepares
   static constexpr int kTileKeys = 128;  // keys of a key tile
 
   SequenceTile tile;

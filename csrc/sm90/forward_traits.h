@@ -137,7 +137,7 @@ struct ForwardTraits {
   }
 
   // A tile of rows of one head, and the key tiles of its split that some row sees. If keys are
-  // paged, all keys are padded keys, see paged_keys.h.
+  // paged, all keys are padded keys, see common/pages.h.
   // NOTE: the alignment lets a load read four of the summary's numbers at once.
   struct alignas(16) WorkTile : PreparedTile {
     int head;  // kEndOfWork: there is no more work

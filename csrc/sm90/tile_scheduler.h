@@ -8,6 +8,8 @@
 //                so that blocks begin before prepare_scheduler() has written the list
 //   split-KV     the list is processed once per split: the first splits of all row tiles come first
 //   cluster      there is no list, and each block of a cluster has one split of its work tile
+//
+// A block finds the keys that its rows see itself, unless the tile is prepared (PreparedTile).
 #pragma once
 
 #include "../common/launch.h"

@@ -316,6 +316,7 @@ class Call {
     lay_out(quantize, launch_.workspace, params);
     launch_.workspace = static_cast<char*>(launch_.workspace) + bytes;
     if constexpr (std::is_same_v<Quantize, PagedQuantizeParams>) {
+      // The kernel that makes the work list, if there is one, runs at the same time.
       const bool starts_early = plan.prepare(plan, params, launch_);
       quantize_paged_call(quantize, launch_, starts_early);
     } else {
