@@ -65,10 +65,10 @@ class ForwardLauncher {
   template <bool kHasBias>
   using ScoreBias = std::conditional_t<kHasBias, DenseScoreBias, NoScoreBias>;
   template <typename Source, typename Bias, Reduction kReduction = Reduction::kNone,
-            int kClusterSize = 1>
-  using Kernel = Forward<kHeadDim, ElementOf<kDType>, Source, Bias, kReduction, kClusterSize>;
-  template <typename Source>
-  using SmallKernel = Forward<kHeadDim, ElementOf<kDType>, Source, NoScoreBias, Reduction::kNone, 1,
+            int kClusterSize = 1, int kColumns = kHeadDim>
+  using Kernel = Forward<kColumns, ElementOf<kDType>, Source, Bias, kReduction, kClusterSize>;
+  template <typename Source, int kColumns = kHeadDim>
+  using SmallKernel = Forward<kColumns, ElementOf<kDType>, Source, NoScoreBias, Reduction::kNone, 1,
                               /*kHasSmallTiles=*/true>;
 
   static ForwardPlan plan_packed(const ForwardParams& params, const CudaLaunch& launch) {
@@ -81,9 +81,23 @@ class ForwardLauncher {
     if (params.rab.data) {
       return plan_form<Kernel<PackedKeys, DenseScoreBias>>(params, launch, {});
     }
-    using Small = SmallKernel<PackedKeys>;
+    // The most frequent calls have tiles for head dims 96 and 192, too.
+    if constexpr (kHeadDim >= 128) {
+      constexpr int kColumns = kHeadDim / 4 * 3;
+      if (params.q.head_dim <= kColumns && params.v.head_dim <= kColumns) {
+        return plan_unbiased<kColumns>(params, launch);
+      }
+    }
+    return plan_unbiased<kHeadDim>(params, launch);
+  }
+
+  // The plan of a call without a bias, with tiles of kColumns columns.
+  template <int kColumns>
+  static ForwardPlan plan_unbiased(const ForwardParams& params, const CudaLaunch& launch) {
+    using Small = SmallKernel<PackedKeys, kColumns>;
     if (fits_at_once<Small>(params, launch)) return plan_form<Small>(params, launch, {});
-    return plan_form<Kernel<PackedKeys, NoScoreBias>>(params, launch, {});
+    using Usual = Kernel<PackedKeys, NoScoreBias, Reduction::kNone, 1, kColumns>;
+    return plan_form<Usual>(params, launch, {});
   }
 
   // True if all work tiles of Form are resident at once, whatever the lengths of sequences are.
@@ -235,18 +249,19 @@ class ForwardLauncher {
 
   template <typename Form>
   static ForwardMaps make_maps(const ForwardParams& params) {
+    constexpr int kColumns = Form::kHeadDim;
     const int heads = params.heads;
     ForwardMaps maps = {};
-    maps.q = make_ragged_map<kHeadDim>(params.q, heads, kWarpgroupRows, kDType);
-    maps.k = make_ragged_map<kHeadDim>(params.k, heads, Form::kKeys, kDType);
+    maps.q = make_ragged_map<kColumns>(params.q, heads, kWarpgroupRows, kDType);
+    maps.k = make_ragged_map<kColumns>(params.k, heads, Form::kKeys, kDType);
     if constexpr (Form::kHasBlockDescales) {
-      maps.v = make_value_block_map<kHeadDim>(params.v, heads, params.fp8.blocks);
+      maps.v = make_value_block_map<kColumns>(params.v, heads, params.fp8.blocks);
     } else {
-      maps.v = make_ragged_map<kHeadDim>(params.v, heads, Form::kValueBoxRows, kDType);
+      maps.v = make_ragged_map<kColumns>(params.v, heads, Form::kValueBoxRows, kDType);
     }
     if (params.rab.data) maps.bias = make_bias_map(params.rab, params.batch.batch);
     if constexpr (Form::Source::kIsPaged) {
-      maps.pages = make_page_map<kHeadDim>(params.paged, params.q.head_dim, heads,
+      maps.pages = make_page_map<kColumns>(params.paged, params.q.head_dim, heads,
                                            Form::kValueBoxRows, kDType);
     }
     return maps;

@@ -32,9 +32,9 @@
 
 namespace hstu::sm90 {
 
-// Columns of one copy: at most the 128 bytes that the widest swizzle spans.
+// Columns of one copy: the 128 bytes that the widest swizzle spans, or 64 if rows are no multiple.
 template <int kHeadDim, int kElementBytes = 2>
-constexpr int kPanel = smaller(kHeadDim, 128 / kElementBytes);
+constexpr int kPanel = (kHeadDim * kElementBytes % 128 == 0 ? 128 : 64) / kElementBytes;
 
 // NOTE: the CUDA runtime looks the function up, so that nothing links against libcuda.
 inline auto tensor_map_encoder() {

@@ -88,6 +88,10 @@ constexpr ForwardTiles forward_tiles() {
       return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 3};
     }
     return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 2};
+  } else if constexpr (kHeadDim == 96) {  // only for packed keys without a bias, as is 192
+    return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 3};
+  } else if constexpr (kHeadDim == 192) {
+    return {.consumers = 2, .keys = 64, .query_stages = 1, .key_stages = 3};
   } else if constexpr (kHeadDim == 256) {
     // O takes 128 registers, and a stage of K or V takes 32 KB for 64 keys.
     return {.consumers = 2,
@@ -108,7 +112,7 @@ constexpr ForwardTiles small_forward_tiles() {
   if constexpr (kHeadDim <= 64) {
     return {.consumers = 1, .keys = 128, .query_stages = 1, .key_stages = 4};
   } else {
-    return {.consumers = 1, .keys = kHeadDim == 256 ? 64 : 128, .query_stages = 1, .key_stages = 3};
+    return {.consumers = 1, .keys = kHeadDim > 128 ? 64 : 128, .query_stages = 1, .key_stages = 3};
   }
 }
 

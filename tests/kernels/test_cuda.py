@@ -81,6 +81,20 @@ def test_every_head_dim(dim):
         check(batch)
 
 
+@pytest.mark.parametrize("mask", MASK_NAMES)
+@pytest.mark.parametrize("dim", [72, 96, 136, 192])
+def test_masks_at_head_dims_of_the_forward_alone(dim, mask):
+    """Forwards without a bias have tiles for head dims 96 and 192, other kernels do not."""
+    dtype = DTYPES[MASK_NAMES.index(mask) % 2]
+    for lengths_k in (
+        [700, 300, 0, 129],
+        [0, 1, *(64 * n + step for n in (1, 2, 3) for step in (-1, 0, 1))],
+    ):
+        lengths_q = [int(torch.randint(length + 1, ())) for length in lengths_k]
+        for rows in (None, lengths_q):
+            check(make_batch(lengths_k, rows, dim=dim, dtype=dtype, device="cuda", mask=mask))
+
+
 @both_dtypes
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_lengths_around_tiles(dim, dtype):
