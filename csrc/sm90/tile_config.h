@@ -88,9 +88,9 @@ constexpr ForwardTiles forward_tiles() {
       return {.consumers = 2, .keys = 128, .query_stages = 1, .key_stages = 3};
     }
     return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 2};
-  } else if constexpr (kHeadDim == 96) {  // only for packed keys without a bias, as is 192
+  } else if constexpr (kHeadDim == 96 && !kHasBias && !kIsPaged) {
     return {.consumers = 2, .keys = 128, .query_stages = 2, .key_stages = 3};
-  } else if constexpr (kHeadDim == 192) {
+  } else if constexpr (kHeadDim == 192 && !kHasBias && !kIsPaged) {
     return {.consumers = 2, .keys = 64, .query_stages = 1, .key_stages = 3};
   } else if constexpr (kHeadDim == 256) {
     // O takes 128 registers, and a stage of K or V takes 32 KB for 64 keys.

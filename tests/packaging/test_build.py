@@ -211,7 +211,8 @@ def test_the_build_writes_its_kernels_from_the_lists(
     [
         ("sm80", "forward_tiles", "Tiling::kLarge, false"),
         ("sm80", "backward_tiles", "Tiling::kLarge, false"),
-        ("sm90", "forward_tiles", "false, false, false, false"),
+        ("sm90", "forward_tiles", "true, false, false, false"),  # with a bias
+        ("sm90", "forward_tiles", "false, false, true, false"),  # paged
         ("sm90", "fp8_tiles", "false, false"),
     ],
 )
