@@ -81,7 +81,7 @@ class ForwardLauncher {
     if (params.rab.data) {
       return plan_form<Kernel<PackedKeys, DenseScoreBias>>(params, launch, {});
     }
-    // The most frequent calls have tiles for head dims 96 and 192, too.
+    // Calls without a bias have tiles of 96 and 192 columns, too.
     if constexpr (kHeadDim >= 128) {
       constexpr int kColumns = kHeadDim / 4 * 3;
       if (params.q.head_dim <= kColumns && params.v.head_dim <= kColumns) {
