@@ -12,181 +12,153 @@
 #include "../common/math.h"
 #include "../common/pages.h"
 #include "../common/static_switch.h"
-#include "codes.h"
 #include "paged.h"
+#include "row_piece.h"
 
 namespace hstu {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 6;
-constexpr int kPiece = 16;    // elements of a row in a thread
-constexpr int kMaxRows = 32;  // of a block
-constexpr int kWords = kPiece / 2;
-static_assert(kQuantizedHeadDimUnit == kPiece);
+constexpr int kBlocksPerSm = 5;
+constexpr int kUsualRows = 32;  // the most rows of a block, unless one round has more
+constexpr int kMostRows = kThreads;
 
 enum class Part { kQ, kK, kV };
 
-// Returns 1 / x for x from 2^-60 on. The quotient of large numbers is subnormal.
-HSTU_DEVICE float reciprocal(float x) { return __fdividef(1.0f, x * 0x1p-8f) * 0x1p-8f; }
+// The rows of a block that may be targets, whose k and v attention reads from here: bit n % 32 of
+// word n / 32 is for row `first` + n.
+struct TargetsOfBlock {
+  uint32_t words[kMostRows / 32];
 
-// Returns in all lanes of a row the sum, or the maximum, of their values of x.
-template <typename Value, typename Combine>
-HSTU_DEVICE Value combine_lanes(Value x, int lanes, Combine combine) {
+  // Called by all threads of a block.
+  HSTU_DEVICE void find(const BatchParams& batch, int64_t first, int rows) {
+    for (int n = static_cast<int>(threadIdx.x); n * 32 < rows; n += kThreads) words[n] = 0;
+    __syncthreads();
 #pragma unroll 1
-  for (int step = lanes / 2; step > 0; step /= 2) {
-    x = combine(x, __shfl_xor_sync(0xffffffff, x, step));
+    for (int b = static_cast<int>(threadIdx.x); b < batch.batch; b += kThreads) {
+      // NOTE: this has few instructions, and clamps as load_sequence() does.
+      const int64_t q_begin = clamp(batch.cu_seqlens_q[b], 0, batch.total_q);
+      const int64_t room = clamp(batch.cu_seqlens_q[b + 1], q_begin, batch.total_q) - q_begin;
+      const int64_t q_len = batch.seqused_q ? clamp(batch.seqused_q[b], 0, room) : room;
+      const int64_t targets = batch.num_targets ? clamp(batch.num_targets[b], 0, q_len) : 0;
+      const auto end = static_cast<int>(clamp(q_begin + q_len - first, 0, rows));
+      const auto begin = static_cast<int>(clamp(q_begin + q_len - targets - first, 0, end));
+#pragma unroll 1
+      for (int n = begin; n < end; n = (n | 31) + 1) {
+        const uint32_t behind = end - (n & ~31) < 32 ? ~0u << end % 32 : 0;
+        atomicOr(&words[n / 32], ~0u << n % 32 & ~behind);
+      }
+    }
+    __syncthreads();
   }
-  return x;
-}
-
-// The magnitudes of two 16-bit numbers, as integers in the same order.
-HSTU_DEVICE uint32_t magnitudes(uint32_t word) { return word & twice_half(0x7fff); }
+  HSTU_DEVICE bool has(int n) const { return words[n / 32] >> n % 32 & 1; }
+};
 
 // Returns the largest magnitude of a row.
-HSTU_DEVICE uint32_t largest_magnitude(const uint32_t (&words)[kWords], int lanes) {
-  uint32_t largest = 0;
+template <typename Element>
+HSTU_DEVICE uint32_t largest_magnitude(const RowPiece<Element>& piece, int lanes) {
+  return combine_lanes(piece.largest_magnitude(), lanes,
+                       [](uint32_t a, uint32_t b) { return max(a, b); });
+}
+
+// Returns the sum of the squares of a row, times scale^2.
+template <typename Element>
+HSTU_DEVICE float sum_of_squares(const RowPiece<Element>& piece, float scale, int lanes) {
+  float sum = 0.0f;
 #pragma unroll
-  for (const uint32_t word : words) largest = __vmaxu2(largest, magnitudes(word));
-  largest = max(largest & 0xffff, largest >> 16);
-  return combine_lanes(largest, lanes, [](uint32_t a, uint32_t b) { return max(a, b); });
-}
-
-template <typename Element>
-constexpr uint32_t kInfinity = std::is_same_v<Element, cutlass::half_t> ? 0x7c00 : 0x7f80;
-
-// Replaces NaN and infinity by zero. Returns which elements these were.
-template <typename Element>
-HSTU_DEVICE uint32_t replace_nonfinite(uint32_t (&words)[kWords]) {
-  uint32_t found = 0;
-#pragma unroll
-  for (int n = 0; n < kPiece; ++n) {
-    const int shift = n % 2 * 16;
-    if ((words[n / 2] >> shift & 0x7fff) < kInfinity<Element>) continue;
-    words[n / 2] &= ~(0xffffu << shift);
-    found |= 1u << n;
+  for (int n = 0; n < RowPiece<Element>::kElements; ++n) {
+    const float x = scale * piece[n];
+    sum += x * x;
   }
-  return found;
+  return combine_lanes(sum, lanes, [](float a, float b) { return a + b; });
 }
 
-// Sets bit n of the result in all threads if row `first` + n may be one of a sequence's targets,
-// whose k and v attention reads from here. Called by all threads of a block.
-HSTU_DEVICE uint32_t find_targets(const BatchParams& batch, int64_t first) {
-  __shared__ uint32_t found;
-  if (threadIdx.x == 0) found = 0;
-  __syncthreads();
-#pragma unroll 1
-  for (int b = static_cast<int>(threadIdx.x); b < batch.batch; b += kThreads) {
-    // NOTE: this has few instructions, and clamps as load_sequence() does.
-    const int64_t q_begin = clamp(batch.cu_seqlens_q[b], 0, batch.total_q);
-    const int64_t room = clamp(batch.cu_seqlens_q[b + 1], q_begin, batch.total_q) - q_begin;
-    const int64_t q_len = batch.seqused_q ? clamp(batch.seqused_q[b], 0, room) : room;
-    const int64_t targets = batch.num_targets ? clamp(batch.num_targets[b], 0, q_len) : 0;
-    const auto end = static_cast<int>(clamp(q_begin + q_len - first, 0, kMaxRows));
-    const auto begin = static_cast<int>(clamp(q_begin + q_len - targets - first, 0, end));
-    if (begin < end) atomicOr(&found, ~0u << begin & ~0u >> (kMaxRows - end));
-  }
-  __syncthreads();
-  return found;
-}
+// How the threads of a block divide its rows.
+struct RowsOfBlock {
+  int rows;         // of all heads
+  int log2_lanes;   // 2^log2_lanes neighboring threads have a row of a head
+  int at_once;      // rows of a head that the threads have in a round
+  int step, heads;  // at_once = step * params.heads + heads
+};
 
-// Quantizes `count` rows of Q, or of targets of K or V, from row `first` on, all heads. NaN and
-// infinity become NaN. 2^log2_lanes neighboring threads have a row of a head. Called by all threads
-// of a block.
+// Quantizes `rows` rows of Q, or of targets of K or V, from row `first` on. NaN and infinity become
+// NaN. Called by all threads of a block.
 template <typename Element>
-HSTU_DEVICE void quantize_rows(const PagedQuantizeParams& params, Part part, int64_t first,
-                               int count, int log2_lanes) {
+HSTU_DEVICE void quantize_rows(const PagedQuantizeParams& params, const RowsOfBlock& block,
+                               Part part, int64_t first, int rows) {
+  using Piece = RowPiece<Element>;
+  static_assert(Piece::kElements == kQuantizedHeadDimUnit);
+  __shared__ TargetsOfBlock targets;
   const PackedTensor& from = part == Part::kQ ? params.q : part == Part::kK ? params.k : params.v;
-  const auto* const data = static_cast<const Element*>(from.data) + first * from.row_stride;
-  uint8_t* const codes = part == Part::kQ ? params.q8 : part == Part::kK ? params.k8 : params.v8;
-  float* const descales = part == Part::kQ   ? params.q_descale
-                          : part == Part::kK ? params.k_descale
-                                             : params.v_descale;
-  const int lanes = 1 << log2_lanes;
-  const int column = (static_cast<int>(threadIdx.x) & (lanes - 1)) * kPiece;
+  const int lanes = 1 << block.log2_lanes;
+  const int column = (static_cast<int>(threadIdx.x) & (lanes - 1)) * Piece::kElements;
   const int columns = round_up(from.head_dim, kQuantizedHeadDimUnit);
+  int row = (static_cast<int>(threadIdx.x) >> block.log2_lanes) / params.heads;
+  int head = (static_cast<int>(threadIdx.x) >> block.log2_lanes) - row * params.heads;
+  const auto* const data = static_cast<const Element*>(from.data) + first * from.row_stride;
+  Piece next;
+  const auto load = [&](bool exists) {
+    next.load(data + row * from.row_stride + head * from.head_stride, column, from.head_dim,
+              exists);
+  };
   // The piece of each round is loaded one round earlier, and the first one before targets are
   // found, so that fewer loads wait for each other.
-  struct {
-    int row, head;
-    bool exists;
-    alignas(16) uint32_t words[kWords];
-  } next;
-  const auto load = [&](int begin, uint32_t is_wanted) {
-    const int n = begin + (static_cast<int>(threadIdx.x) >> log2_lanes);
-    next.row = n / params.heads;
-    next.head = n - next.row * params.heads;
-    next.exists =
-        n < count * params.heads && is_wanted >> next.row % kMaxRows & 1 && column < columns;
-    const auto* const piece = reinterpret_cast<const uint4*>(data + next.row * from.row_stride +
-                                                             next.head * from.head_stride + column);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool is_inside = next.exists && column + 8 * half < from.head_dim;
-      reinterpret_cast<uint4*>(next.words)[half] = is_inside ? __ldg(piece + half) : uint4{};
-    }
-  };
-  load(0, ~0u);
-  const uint32_t is_wanted = part == Part::kQ ? ~0u : find_targets(params.batch, first);
-  next.exists &= is_wanted >> next.row % kMaxRows & 1;
+  load(row < rows);
+  if (part != Part::kQ) targets.find(params.batch, first, rows);
+  const auto exists = [&] { return row < rows && (part == Part::kQ || targets.has(row)); };
 #pragma unroll 1
-  for (int begin = 0; begin < count * params.heads; begin += kThreads >> log2_lanes) {
-    const int row = next.row, head = next.head;
-    const bool exists = next.exists;
-    uint32_t words[kWords];
-#pragma unroll
-    for (int n = 0; n < kWords; ++n) words[n] = next.words[n];
-    load(begin + (kThreads >> log2_lanes), is_wanted);
-    if (__all_sync(0xffffffff, !exists)) continue;
-    uint32_t nonfinite = 0;
-    uint32_t magnitude = largest_magnitude(words, lanes);
-    const bool all_finite = __all_sync(0xffffffff, magnitude < kInfinity<Element>);
-    if (!all_finite) {
-      nonfinite = replace_nonfinite<Element>(words);
-      magnitude = largest_magnitude(words, lanes);
+  for (int begin = 0; begin < rows * params.heads; begin += block.at_once) {
+    Piece piece = next;
+    const int this_row = row, this_head = head;
+    const bool is_wanted = exists() && column < columns;
+    row += block.step;
+    head += block.heads;
+    if (head >= params.heads) {
+      head -= params.heads;
+      ++row;
     }
-    float x[kPiece];
-#pragma unroll
-    for (int m = 0; m < kPiece; m += 2) {
-      x[m] = low_half<Element>(words[m / 2]);
-      x[m + 1] = high_half<Element>(words[m / 2]);
-    }
-    const float largest = low_half<Element>(magnitude);
-    float descale = fmaxf(largest * (1 / kLargestCode), kSmallestDescale);
-    if (part == Part::kQ) {  // the descale is the norm
-      // NOTE: squares of quotients cannot overflow.
-      const float unit = fmaxf(largest, kSmallestDescale);
-      const float per_unit = reciprocal(unit);
-      float squares = 0.0f;
-#pragma unroll
-      for (const float value : x) {
-        const float quotient = value * per_unit;
-        squares += quotient * quotient;
+    load(exists());
+    if (__any_sync(0xffffffff, is_wanted)) {
+      float descale;
+      uint32_t is_nan = 0;
+      bool is_usual;
+      if (part == Part::kQ) {  // the descale is the norm
+        const float squares = sum_of_squares(piece, 1.0f, lanes);
+        // NOTE: this is false for NaN. Beyond these limits, squares may over- or underflow.
+        is_usual = squares >= 0x1p-90f && squares <= 0x1p120f || piece.is_zero();
+        descale = fmaxf(squares * rsqrtf(fmaxf(squares, 0x1p-120f)), kSmallestDescale);
+      } else {
+        const uint32_t magnitude = largest_magnitude(piece, lanes);
+        is_usual = magnitude < Piece::kInfinity;
+        descale = fmaxf(low_half<Element>(magnitude) * (1 / kLargestCode), kSmallestDescale);
       }
-      squares = combine_lanes(squares, lanes, [](float a, float b) { return a + b; });
-      squares = fmaxf(squares, 1.0f);
-      descale = fminf(unit * (squares * rsqrtf(squares)), FLT_MAX);
-    }
-    const float per_descale = reciprocal(descale);
-    alignas(16) uint32_t packed[kPiece / 4];
-#pragma unroll
-    for (int m = 0; m < kPiece; m += 4) {
-      const auto pair = [&](int i) -> uint32_t {
-        const float2 two = {x[i] * per_descale, x[i + 1] * per_descale};
-        return __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
-      };
-      packed[m / 4] = pair(m) | pair(m + 2) << 16;
-    }
-    if (!all_finite) {
-#pragma unroll
-      for (int m = 0; m < kPiece; ++m) {
-        if (nonfinite >> m & 1) packed[m / 4] |= 0x7fu << m % 4 * 8;
+      const bool all_usual = __all_sync(0xffffffff, is_usual);
+      if (!all_usual) {
+        is_nan = piece.replace_nonfinite();
+        const float largest = low_half<Element>(largest_magnitude(piece, lanes));
+        descale = fmaxf(largest * (1 / kLargestCode), kSmallestDescale);
+        if (part == Part::kQ) {
+          const float unit = fmaxf(largest, kSmallestDescale);
+          const float squares = fmaxf(sum_of_squares(piece, reciprocal(unit), lanes), 1.0f);
+          descale = fminf(unit * (squares * rsqrtf(squares)), FLT_MAX);
+        }
+      }
+      piece.forget_values();
+      uint4 of_piece = piece.codes(reciprocal(descale));
+      if (!all_usual) set_nan(of_piece, is_nan);
+      if (is_wanted) {
+        const int64_t to = first + this_row;
+        uint8_t* const codes = part == Part::kQ   ? params.q8
+                               : part == Part::kK ? params.k8
+                                                  : params.v8;
+        float* const descales = part == Part::kQ   ? params.q_descale
+                                : part == Part::kK ? params.k_descale
+                                                   : params.v_descale;
+        *reinterpret_cast<uint4*>(codes + (to * params.heads + this_head) * columns + column) =
+            of_piece;
+        if (column == 0) descales[this_head * params.batch.total_q + to] = descale;
       }
     }
-    if (!exists) continue;
-    *reinterpret_cast<uint4*>(codes + ((first + row) * params.heads + head) * columns + column) =
-        *reinterpret_cast<const uint4*>(packed);
-    if (column == 0) descales[head * params.batch.total_q + first + row] = descale;
   }
 }
 
@@ -282,11 +254,11 @@ HSTU_DEVICE void gather_scales(const PagedQuantizeParams& params, int index) {
 }
 
 // The first `gathers` blocks gather scales, a warp for each page, part and head. Then
-// `blocks_of_part` blocks quantize Q, `rows` rows each, as many K, and as many V.
+// `blocks_of_part` blocks quantize Q, as many K, and as many V.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     quantize_paged_kernel(const __grid_constant__ PagedQuantizeParams params, int gathers,
-                          int blocks_of_part, int rows, int log2_lanes) {
+                          int blocks_of_part, const RowsOfBlock rows) {
   let_next_kernel_start();
   int block = static_cast<int>(blockIdx.x);
   if (block < gathers) {
@@ -296,9 +268,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   block -= gathers;
   const int part = block / blocks_of_part;
-  const int64_t first = int64_t{block - part * blocks_of_part} * rows;
-  const auto count = static_cast<int>(clamp(params.batch.total_q - first, 0, rows));
-  quantize_rows<Element>(params, static_cast<Part>(part), first, count, log2_lanes);
+  const int64_t first = int64_t{block - part * blocks_of_part} * rows.rows;
+  const auto count = static_cast<int>(clamp(params.batch.total_q - first, 0, rows.rows));
+  quantize_rows<Element>(params, rows, static_cast<Part>(part), first, count);
   // One block that waits delays the end of the kernel. The others make room for the next kernel.
   if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();
 }
@@ -307,18 +279,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
 void quantize_paged_call(const PagedQuantizeParams& params, const CudaLaunch& launch,
                          bool starts_early) {
-  int log2_lanes = 0;
-  while ((kPiece << log2_lanes) < params.q.head_dim) ++log2_lanes;
+  RowsOfBlock rows = {};
+  while ((kQuantizedHeadDimUnit << rows.log2_lanes) < params.q.head_dim) ++rows.log2_lanes;
+  rows.at_once = kThreads >> rows.log2_lanes;
+  rows.step = rows.at_once / params.heads;
+  rows.heads = rows.at_once % params.heads;
   const int64_t total_q = params.batch.total_q;
   const int64_t warps = params.paged.num_page_ids * 2 * params.heads;
   const int64_t gathers = ceil_div(warps, kThreads / 32);
-  // A block has as many rows as its threads have at once, and more if not all blocks would be
-  // resident at once.
-  const int64_t at_once = (kThreads >> log2_lanes) / params.heads;
+  // A block has the rows of whole rounds, of one or of so many that all blocks are resident at
+  // once.
   const int64_t resident = int64_t{launch.device.multiprocessors} * kBlocksPerSm;
   const int64_t left = std::max(resident - gathers, resident / 4);
-  const int64_t rows = clamp(std::max(at_once, ceil_div(3 * total_q, left)), 1, kMaxRows);
-  const int64_t blocks_of_part = ceil_div(total_q, rows);
+  const int64_t of_round = std::max(rows.step, 1);
+  const int64_t rounds = clamp(ceil_div(ceil_div(3 * total_q, left), of_round), 1,
+                               std::max(kUsualRows / of_round, int64_t{1}));
+  rows.rows = static_cast<int>(of_round * rounds);
+  const int64_t blocks_of_part = ceil_div(total_q, int64_t{rows.rows});
   const int64_t blocks = gathers + 3 * blocks_of_part;
   bool_switch(params.dtype == DType::kBFloat16, [&](auto is_bf16) {
     using Element = std::conditional_t<is_bf16, cutlass::bfloat16_t, cutlass::half_t>;
@@ -327,7 +304,7 @@ void quantize_paged_call(const PagedQuantizeParams& params, const CudaLaunch& la
                    .threads = kThreads,
                    .starts_early = starts_early},
                   launch, "quantize_paged_call", params, static_cast<int>(gathers),
-                  static_cast<int>(blocks_of_part), static_cast<int>(rows), log2_lanes);
+                  static_cast<int>(blocks_of_part), rows);
   });
 }
 
