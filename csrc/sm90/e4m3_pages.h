@@ -104,7 +104,8 @@ struct E4m3PagedKeys : PagedKeys {
   using ScoreSum = cutlass::half_t;
   static constexpr int kQueryCopyLanes = 32;
 
-  // Copies K to its stage, and V and the descales of K and V to stages of bytes.
+  // Copies K and the descales of K and V to the stage of K, and V to stages of bytes. Consumers
+  // wait for the factors of keys long before they wait for V.
   template <typename Traits, PagePart kPart>
   struct Loader {
     static constexpr int kKeys = Traits::kKeys;
@@ -125,16 +126,15 @@ struct E4m3PagedKeys : PagedKeys {
       if (is_leader()) full.arrive_and_expect_tx(kKeys * kHeadDim);
       if (!padded.is_target(first)) {
         window.set_sequence(work_tile.pages);
-        load_history(params, maps, smem, work_tile, first, smem.k[stage], full);
+        load_history(params, maps, smem, work_tile, first, stage);
       } else {
-        load_targets(params, maps, smem, work_tile, first - padded.first_target(), smem.k[stage],
-                     full);
+        load_targets(params, maps, smem, work_tile, first - padded.first_target(), stage);
       }
     }
 
    private:
-    // Acquires a stage of bytes for each part of the tile, and calls visit(part, rows, descales,
-    // barrier) to fill it.
+    // Acquires a stage of bytes for each part of the tile, and calls visit(part, rows, barrier) to
+    // fill it.
     template <typename Visit>
     HSTU_DEVICE void for_each_part(typename Traits::SharedMemory& smem, Visit visit) {
 #pragma unroll 1
@@ -143,8 +143,7 @@ struct E4m3PagedKeys : PagedKeys {
         Barrier& full = smem.pipeline_bytes.full[stage];
         smem.pipeline_bytes.producer_acquire(byte_state);
         if (is_leader()) full.arrive_and_expect_tx(kRows * kHeadDim);
-        visit(part, smem.bytes[stage], smem.scales[stage], full);
-        cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+        visit(part, smem.bytes[stage], full);
         byte_state.advance();
       }
     }
@@ -155,7 +154,7 @@ struct E4m3PagedKeys : PagedKeys {
     HSTU_DEVICE void load_history(const ForwardParams& params, const typename Traits::Maps& maps,
                                   typename Traits::SharedMemory& smem,
                                   const typename Traits::WorkTile& work_tile, int first,
-                                  typename Traits::Element* keys, Barrier& keys_full) {
+                                  int stage) {
       constexpr int kPanels = kHeadDim / kColumns;
       constexpr int kFar = kRaggedRows;
       static_assert(kKeys / kSmallestPage * kPanels <= 32, "a lane has at most one box");
@@ -176,62 +175,62 @@ struct E4m3PagedKeys : PagedKeys {
             static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), to, panel * kColumns,
             kFar - count + paged.slot_of(first + row), work_tile.head, begin, kFar);
       };
-      if (row < kKeys) copy(begin, keys + (panel * kKeys + row) * kColumns, keys_full);
-      const Descales from(params, work_tile, first);
-      for_each_part(smem, [&](int part, uint8_t* values, auto& descales, Barrier& full) {
+      Barrier& keys_full = smem.pipeline_k.full[stage];
+      if (row < kKeys) copy(begin, smem.k[stage] + (panel * kKeys + row) * kColumns, keys_full);
+      copy_descales(params, work_tile, first, smem.scales[stage]);
+      cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&keys_full));
+      // With few stages of bytes, V waits for one, and is brought to the L2 cache meanwhile.
+      if (kHeadDim == 256 && paged.page_size >= kRows && row < kKeys) {
+        cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&maps.pages.map, panel * kColumns,
+                                               kFar - count + paged.slot_of(first + row),
+                                               work_tile.head, begin + maps.pages.value_rows, kFar);
+      }
+      for_each_part(smem, [&](int part, uint8_t* values, Barrier& full) {
         if (row / kRows == part) {
           copy(begin + maps.pages.value_rows, values + (panel * kRows + row % kRows) * kColumns,
                full);
         }
-        from.copy(part, descales);
       });
     }
 
-    // The descales of a tile of history: each lane has four of K and four of V.
-    struct Descales {
-      const float* keys;
-      int64_t values;  // from the descales of K to those of V
-      bool exists;
-
-      HSTU_DEVICE Descales(const ForwardParams& params, const typename Traits::WorkTile& work_tile,
-                           int first) {
-        static_assert(kKeys == 4 * 32);
-        const PagedParams& paged = params.paged;
-        const int key = first + static_cast<int>(reload_thread_idx()) % 32 * 4;
-        const int page = paged.page_of(key);
-        exists = page < work_tile.pages.count;
-        const int64_t entry = work_tile.pages.first + (exists ? page : 0);
-        values = int64_t{params.heads} * paged.page_size;
-        keys = params.fp8.page_scales +
-               (2 * entry * params.heads + work_tile.head) * paged.page_size + paged.slot_of(key);
-      }
-      // Starts copying those of part `part`.
-      HSTU_DEVICE void copy(int part, float (&to)[2][kRows]) const {
-        const int n = static_cast<int>(reload_thread_idx()) % 32 * 4 - part * kRows;
-        if (n < 0 || n >= kRows) return;
-        ptx::cp_async_16_or_zeros(keys, &to[0][n], exists);
-        ptx::cp_async_16_or_zeros(keys + values, &to[1][n], exists);
-      }
-    };
+    // Starts copying the descales of a tile of history: each lane copies four of K and four of V.
+    static HSTU_DEVICE void copy_descales(const ForwardParams& params,
+                                          const typename Traits::WorkTile& work_tile, int first,
+                                          typename Traits::Scales& to) {
+      static_assert(kKeys == 4 * 32);
+      const PagedParams& paged = params.paged;
+      const int n = static_cast<int>(reload_thread_idx()) % 32 * 4;
+      const int page = paged.page_of(first + n);
+      const bool exists = page < work_tile.pages.count;
+      const int64_t entry = work_tile.pages.first + (exists ? page : 0);
+      const float* const keys = params.fp8.page_scales +
+                                (2 * entry * params.heads + work_tile.head) * paged.page_size +
+                                paged.slot_of(first + n);
+      ptx::cp_async_16_or_zeros(keys, &to[0][n], exists);
+      ptx::cp_async_16_or_zeros(keys + int64_t{params.heads} * paged.page_size, &to[1][n], exists);
+    }
 
     HSTU_DEVICE void load_targets(const ForwardParams& params, const typename Traits::Maps& maps,
                                   typename Traits::SharedMemory& smem,
                                   const typename Traits::WorkTile& work_tile, int first,
-                                  typename Traits::Element* keys, Barrier& keys_full) {
+                                  int stage) {
       const TargetRows targets(work_tile.tile.sequence);
       const RaggedRows rows = {targets.begin, targets.count, work_tile.head};
-      if (is_leader()) start_copy_rows<kKeys, kHeadDim>(maps.k, rows, first, keys, keys_full);
-      for_each_part(smem, [&](int part, uint8_t* values, auto& descales, Barrier& full) {
-        const int target = first + part * kRows;
-        if (is_leader()) start_copy_rows<kRows, kHeadDim>(maps.v, rows, target, values, full);
-        const int64_t begin = work_tile.head * params.batch.total_q + targets.begin;
+      Barrier& keys_full = smem.pipeline_k.full[stage];
+      if (is_leader())
+        start_copy_rows<kKeys, kHeadDim>(maps.k, rows, first, smem.k[stage], keys_full);
+      const int64_t begin = work_tile.head * params.batch.total_q + targets.begin;
 #pragma unroll 1
-        for (int n = static_cast<int>(threadIdx.x) % 32; n < kRows; n += 32) {
-          const bool exists = target + n < targets.count;
-          const int64_t at = begin + (exists ? target + n : 0);
-          ptx::cp_async_4_or_zeros(params.fp8.k_descale + at, &descales[0][n], exists);
-          ptx::cp_async_4_or_zeros(params.fp8.v_descale + at, &descales[1][n], exists);
-        }
+      for (int n = static_cast<int>(threadIdx.x) % 32; n < kKeys; n += 32) {
+        const bool exists = first + n < targets.count;
+        const int64_t at = begin + (exists ? first + n : 0);
+        ptx::cp_async_4_or_zeros(params.fp8.k_descale + at, &smem.scales[stage][0][n], exists);
+        ptx::cp_async_4_or_zeros(params.fp8.v_descale + at, &smem.scales[stage][1][n], exists);
+      }
+      cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&keys_full));
+      for_each_part(smem, [&](int part, uint8_t* values, Barrier& full) {
+        if (is_leader())
+          start_copy_rows<kRows, kHeadDim>(maps.v, rows, first + part * kRows, values, full);
       });
     }
   };
@@ -310,31 +309,31 @@ struct E4m3PagedKeys : PagedKeys {
     static constexpr int kRows = Traits::kByteRows;
     static constexpr int kParts = Traits::kKeys / kRows;
 
-    // Writes the factors of the keys of this warp's parts of the next tile.
+    // Writes the factors of the keys of this warp's parts of the next tile. NOTE: consumers release
+    // K, and with it the descales, after they have waited for the factors.
     HSTU_DEVICE void write_factors(typename Traits::SharedMemory& smem, float score, float weight) {
       const typename Traits::FactorState to = {state.count};
       KeyFactors<Traits::kKeys>& factors = smem.key_factors[to.index()];
-      typename Traits::ByteState from = byte_state;
+      smem.pipeline_k.consumer_wait(state);
+      compiler_barrier();
+      const auto& scales = smem.scales[state.index()];
 #pragma unroll 1
       for (int part = rank; part < kParts; part += 2) {
-        smem.pipeline_bytes.consumer_wait(from);
-        compiler_barrier();
-        const auto& scales = smem.scales[from.index()];
 #pragma unroll
         for (int n = 0; n < kRows; n += 32) {
-          const int key = n + static_cast<int>(reload_thread_idx()) % 32;
-          factors.score.set(part * kRows + key, scales[0][key] * score);
-          factors.weight.set(part * kRows + key, scales[1][key] * weight);
+          const int key = part * kRows + n + static_cast<int>(reload_thread_idx()) % 32;
+          factors.score.set(key, scales[0][key] * score);
+          factors.weight.set(key, scales[1][key] * weight);
         }
-        from.count += 2;
       }
       smem.pipeline_factors.producer_commit_by_warp(to);
     }
 
-    // Transposes this warp's parts of a tile of V, for which write_factors() has waited.
+    // Transposes this warp's parts of a tile of V.
     HSTU_DEVICE void transpose(typename Traits::SharedMemory& smem) {
 #pragma unroll 1
       for (int part = rank; part < kParts; part += 2) {
+        smem.pipeline_bytes.consumer_wait(byte_state);
         transpose_part<kRows, Traits::kKeys, Traits::kHeadDim>(smem.bytes[byte_state.index()], part,
                                                                smem.v[state.index()]);
         cutlass::arch::fence_view_async_shared();  // before wgmma reads V

@@ -88,8 +88,6 @@ struct ForwardTraits {
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
   static_assert(!kTransposesValues || kTiles.byte_stages % 2 == 0,
                 "each warp that transposes has stages of its own");
-  static_assert(!kTransposesValues || kTiles.byte_stages * kByteRows >= kKeys,
-                "the factors of all keys of a tile are found before V is transposed");
   static_assert(!Source::kIsQuantized || !kHasBias, "a bias leaves no room for the bytes of pages");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer + kRegisters.converter <=
                     kWarpgroups * (65536 / kThreads / 8 * 8),
@@ -228,7 +226,9 @@ struct ForwardTraits {
   static constexpr int kFactorStages = std::bit_ceil(KVState::kStages + 1u);
   using FactorState = PipelineState<kFactorStages>;
 
-  using Scales = std::conditional_t<kTransposesValues, float[2][kByteRows], float[kKeys]>;
+  // The scales of the rows of a stage of bytes; or those of K and V of a tile, which arrive with K.
+  using Scales = std::conditional_t<kTransposesValues, float[2][kKeys], float[kKeys]>;
+  static constexpr int kScaleStages = kTransposesValues ? kTiles.key_stages : kTiles.byte_stages;
   // With one stage of Q, the warp that copies Q finds the factors of a work tile's rows while
   // consumers still read the Q before.
   static constexpr bool kFindsFactorsFirst = kHasBlockDescales && QState::kStages == 1;
@@ -267,10 +267,10 @@ struct ForwardTraits {
     alignas(1024) Element k[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) Element v[KVState::kStages][kKeys * kHeadDim];
     alignas(1024) BiasElement bias[kHasBiasTiles ? BiasState::kStages : 0][kRows * kKeys];
-    // A stage of bytes holds the rows of e4m3 pages of a tile of K or V, and their scales. If
-    // products are in e4m3, it holds some of the rows of V, and the scales of K and V.
+    // A stage of bytes holds the rows of e4m3 pages of a tile of K or V. If products are in e4m3,
+    // it holds some of the rows of V.
     alignas(1024) uint8_t bytes[kTiles.byte_stages][kByteRows * kHeadDim];
-    alignas(16) Scales scales[kTiles.byte_stages];
+    alignas(16) Scales scales[kScaleStages];
     alignas(16) float totals[kConsumers * kWarpgroupRows * kTiles.totals.shared];  // of promotions
     WorkTile work_tiles[WorkState::kStages];
     KeyTile key_tiles[KVState::kStages];
@@ -318,14 +318,16 @@ struct ForwardTraits {
       pipeline_q.init(kConsumerArrivals / kQueryPipelines,
                       1 + kIsFp8 * kArrivalsOfWarp + kHasTimeBias);
     }
+    // One arrival expects the bytes, and each lane of a warp that copies scales arrives for them.
     smem.pipeline_k.init(kConsumerArrivals, 1 + kHasBlockDescales + kBiasArrivals +
-                                                Source::kIsQuantized * kConverterArrivals);
+                                                Source::kIsQuantized * kConverterArrivals +
+                                                kTransposesValues * 32);
     smem.pipeline_v.init(kConsumerArrivals, kTransposesValues
                                                 ? 2 * kArrivalsOfWarp
                                                 : 1 + Source::kIsQuantized * kConverterArrivals);
     smem.pipeline_bias.init(kConsumerArrivals);
-    // One arrival expects the bytes, and each lane of the warp that copies arrives for its scales.
-    smem.pipeline_bytes.init((kTransposesValues ? 1 : 4) * kArrivalsOfWarp, 1 + 32);
+    smem.pipeline_bytes.init((kTransposesValues ? 1 : 4) * kArrivalsOfWarp,
+                             1 + !kTransposesValues * 32);
     smem.pipeline_factors.init(/*consumers=*/1, /*producers=*/2 * kArrivalsOfWarp);
     smem.next_work_wanted.init(/*arrivals=*/1);
     cutlass::arch::fence_barrier_init();
