@@ -73,6 +73,10 @@ HSTU_DEVICE float sum_of_squares(const RowPiece<Element>& piece, float scale, in
   return combine_lanes(sum, lanes, [](float a, float b) { return a + b; });
 }
 
+// True if squares of a row with this norm did not over- or underflow. The norm of a row with NaN or
+// infinity is kSmallestDescale here.
+HSTU_DEVICE bool is_usual_norm(float norm) { return norm >= 0x1p-45f && norm <= 0x1p60f; }
+
 // How the threads of a block divide its rows.
 struct RowsOfBlock {
   int rows;         // of all heads
@@ -92,14 +96,14 @@ HSTU_DEVICE void quantize_rows(const PagedQuantizeParams& params, const RowsOfBl
   const PackedTensor& from = part == Part::kQ ? params.q : part == Part::kK ? params.k : params.v;
   const int lanes = 1 << block.log2_lanes;
   const int column = (static_cast<int>(threadIdx.x) & (lanes - 1)) * Piece::kElements;
-  const int columns = round_up(from.head_dim, kQuantizedHeadDimUnit);
+  const int head_dim = params.q.head_dim;  // that of k and v, too
+  const int columns = round_up(head_dim, kQuantizedHeadDimUnit);
   int row = (static_cast<int>(threadIdx.x) >> block.log2_lanes) / params.heads;
   int head = (static_cast<int>(threadIdx.x) >> block.log2_lanes) - row * params.heads;
   const auto* const data = static_cast<const Element*>(from.data) + first * from.row_stride;
   Piece next;
   const auto load = [&](bool exists) {
-    next.load(data + row * from.row_stride + head * from.head_stride, column, from.head_dim,
-              exists);
+    next.load(data + row * from.row_stride + head * from.head_stride, column, head_dim, exists);
   };
   // The piece of each round is loaded one round earlier, and the first one before targets are
   // found, so that fewer loads wait for each other.
@@ -124,9 +128,8 @@ HSTU_DEVICE void quantize_rows(const PagedQuantizeParams& params, const RowsOfBl
       bool is_usual;
       if (part == Part::kQ) {  // the descale is the norm
         const float squares = sum_of_squares(piece, 1.0f, lanes);
-        // NOTE: this is false for NaN. Beyond these limits, squares may over- or underflow.
-        is_usual = squares >= 0x1p-90f && squares <= 0x1p120f || piece.is_zero();
         descale = fmaxf(squares * rsqrtf(fmaxf(squares, 0x1p-120f)), kSmallestDescale);
+        is_usual = is_usual_norm(descale) || piece.is_zero();
       } else {
         const uint32_t magnitude = largest_magnitude(piece, lanes);
         is_usual = magnitude < Piece::kInfinity;
@@ -136,11 +139,13 @@ HSTU_DEVICE void quantize_rows(const PagedQuantizeParams& params, const RowsOfBl
       if (!all_usual) {
         is_nan = piece.replace_nonfinite();
         const float largest = low_half<Element>(largest_magnitude(piece, lanes));
-        descale = fmaxf(largest * (1 / kLargestCode), kSmallestDescale);
-        if (part == Part::kQ) {
+        if (part != Part::kQ) {
+          descale = fmaxf(largest * (1 / kLargestCode), kSmallestDescale);
+        } else {
           const float unit = fmaxf(largest, kSmallestDescale);
           const float squares = fmaxf(sum_of_squares(piece, reciprocal(unit), lanes), 1.0f);
-          descale = fminf(unit * (squares * rsqrtf(squares)), FLT_MAX);
+          // NOTE: the bits of a row must not depend on the other rows of the warp.
+          if (!is_usual_norm(descale)) descale = fminf(unit * (squares * rsqrtf(squares)), FLT_MAX);
         }
       }
       piece.forget_values();

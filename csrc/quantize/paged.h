@@ -9,13 +9,13 @@ namespace hstu {
 struct PagedQuantizeParams {
   PackedTensor q;  // [total_q, H, D]
   PackedTensor k;  // [total_q, H, D]
-  PackedTensor v;  // [total_q, H, Dv]
+  PackedTensor v;  // [total_q, H, D]
   int heads = 0;
   DType dtype = DType::kBFloat16;
   BatchParams batch;
   PagedParams paged;
 
-  // Outputs, contiguous. D and Dv are rounded up to kQuantizedHeadDimUnit in codes.
+  // Outputs, contiguous. D is rounded up to kQuantizedHeadDimUnit in codes.
   //
   // The descale of a row of q is its norm, so that codes of a row have a norm of at most 1.08,
   // and sums of products with codes of at most 448 fit into fp16. Such a code is about 1 / sqrt(D),
@@ -23,7 +23,7 @@ struct PagedQuantizeParams {
   uint8_t* q8 = nullptr;  // [total_q, H, D]
   // Rows of k8 and v8 that are not targets, and their descales, are not written.
   uint8_t* k8 = nullptr;           // [total_q, H, D]
-  uint8_t* v8 = nullptr;           // [total_q, H, Dv]
+  uint8_t* v8 = nullptr;           // [total_q, H, D]
   float* q_descale = nullptr;      // [H, total_q]
   float* k_descale = nullptr;      // [H, total_q]
   float* v_descale = nullptr;      // [H, total_q]

@@ -310,7 +310,8 @@ struct E4m3PagedKeys : PagedKeys {
     static constexpr int kParts = Traits::kKeys / kRows;
 
     // Writes the factors of the keys of this warp's parts of the next tile. NOTE: consumers release
-    // K, and with it the descales, after they have waited for the factors.
+    // K, and with it the descales, after they have waited for the factors, or in drain_tiles() for
+    // V, which this warp commits later.
     HSTU_DEVICE void write_factors(typename Traits::SharedMemory& smem, float score, float weight) {
       const typename Traits::FactorState to = {state.count};
       KeyFactors<Traits::kKeys>& factors = smem.key_factors[to.index()];

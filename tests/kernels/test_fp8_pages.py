@@ -208,6 +208,18 @@ def test_large_queries(device: str) -> None:
     check(batch, device, NORMAL)
 
 
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_rows_do_not_depend_on_the_norms_of_others(device: str) -> None:
+    batch = fp8_batch([100, 30], [200, 150], [60, 9], dim=64)
+    before = output(batch, device)
+    q = batch.q.clone()
+    q[::5] *= 2.0**80
+    out = output(replace(batch, q=q), device)
+    is_same = torch.arange(len(q)) % 5 != 0
+    assert torch.equal(out[is_same], before[is_same])
+    assert not torch.equal(out[~is_same], before[~is_same])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_many_users(device: str) -> None:
