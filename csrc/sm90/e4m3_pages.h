@@ -179,8 +179,10 @@ struct E4m3PagedKeys : PagedKeys {
       if (row < kKeys) copy(begin, smem.k[stage] + (panel * kKeys + row) * kColumns, keys_full);
       copy_descales(params, work_tile, first, smem.scales[stage]);
       cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&keys_full));
-      // With few stages of bytes, V waits for one, and is brought to the L2 cache meanwhile.
-      if (kHeadDim == 256 && paged.page_size >= kRows && row < kKeys) {
+      // If the stages of bytes hold no more than a tile, V waits for one, and is brought to the L2
+      // cache meanwhile. With small boxes, this would take longer than it gains.
+      constexpr bool kWaits = Traits::kTiles.byte_stages * kRows <= kKeys;
+      if (kWaits && paged.page_size >= kRows && row < kKeys) {
         cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&maps.pages.map, panel * kColumns,
                                                kFar - count + paged.slot_of(first + row),
                                                work_tile.head, begin + maps.pages.value_rows, kFar);
