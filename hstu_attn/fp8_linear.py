@@ -81,12 +81,18 @@ def product(x: Factor, weight: Factor, bias: Tensor | None = None) -> Tensor:
     (x_codes, x_descales), (codes, descales) = x, weight
     if x_codes.shape[0] == 0:
         return x_descales.new_empty((0, codes.shape[0]), dtype=torch.bfloat16)
+    if bias is not None:
+        bias = bias.to(torch.bfloat16)
+    if x_codes.device.type == "cpu":
+        # NOTE: on CPUs with AMX, torch 2.11 takes one scale for each factor only.
+        z = x_codes.float() @ codes.float().t() * x_descales * descales.t()
+        return (z if bias is None else z + bias).to(torch.bfloat16)
     return torch._scaled_mm(
         x_codes,
         codes.t(),
         x_descales,
         descales.t(),
-        bias=None if bias is None else bias.to(torch.bfloat16),
+        bias=bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
