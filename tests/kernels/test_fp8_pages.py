@@ -210,14 +210,16 @@ def test_large_queries(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_rows_do_not_depend_on_the_norms_of_others(device: str) -> None:
-    batch = fp8_batch([100, 30], [200, 150], [60, 9], dim=64)
+    """A block of the kernel that quantizes has more rounds than one, and parts of rows."""
+    dtype = torch.float16  # shows differences that bf16 does not
+    batch = fp8_batch([100, 30], [1800, 150], [60, 9], heads=3, dim=64, dtype=dtype)
     before = output(batch, device)
     q = batch.q.clone()
-    q[::5] *= 2.0**80
+    q[::5, :, 7] = torch.inf
     out = output(replace(batch, q=q), device)
     is_same = torch.arange(len(q)) % 5 != 0
     assert torch.equal(out[is_same], before[is_same])
-    assert not torch.equal(out[~is_same], before[~is_same])
+    assert out[~is_same].isnan().any()
 
 
 @pytest.mark.slow
