@@ -153,13 +153,17 @@ def backward(dout: Tensor, *args: Any) -> None:
     inputs = _read_inputs(args, (None,) * _NUM_PAGES)
     dq, dk, dv, drab, dpos_weight, dts_weight = args[_NUM_INPUTS:]
     scales: tuple[Tensor, ...] = ()
+    columns: tuple[Tensor, ...] = ()
     if inputs.call.backward_e4m3:
-        inputs, dout, scales = _quantized_for_backward(inputs, dout)
+        inputs, dout, columns, scales = _quantized_for_backward(inputs, dout)
     batch = Batch(inputs)
     if scales and batch.row_scale is not None:  # dout is multiplied by row_scale below
         factor = torch.where(batch.row_scale == 0, 1, batch.row_scale)
         scales = (scales[0], scales[1] / factor)
-    packed_scales = [rows.load() for each in scales for rows in batch.rows(each)]
+    packed_scales, packed_columns = (
+        [rows.load() for each in tensors for rows in batch.rows(each)]
+        for tensors in (scales, columns)
+    )
     packed = [rows.load() for rows in batch.rows(*inputs[:3], dout)]
     results = batch.rows(dq, dk, dv)
     for rows in results:
@@ -172,10 +176,14 @@ def backward(dout: Tensor, *args: Any) -> None:
         gathered = group.take(packed)
         group_dout = gathered[-1][-1]
         group.scale_rows_(group_dout)
+        of_columns = [group.q, group_dout]
+        if columns:
+            of_columns = [rows.gather(group)[0] for rows in packed_columns]
+            group.scale_rows_(of_columns[1])
         gradients = [torch.zeros_like(slots[:3]) for slots in gathered[: len(results)]]
         of_group = [gradient for slots in gradients for gradient in slots.unbind()]
         for chunk in _chunks(group):
-            dx = _backward_chunk(chunk, packed_scales, group_dout, *of_group)
+            dx = _backward_chunk(chunk, packed_scales, group_dout, *of_columns, *of_group)
             if drab is not None:
                 drab.index_put_(chunk.rab_index, sum_heads(dx, drab.shape[1]).to(drab.dtype))
             if dpos is not None:
@@ -194,24 +202,40 @@ def backward(dout: Tensor, *args: Any) -> None:
 
 def _quantized_for_backward(
     inputs: Inputs, dout: Tensor
-) -> tuple[Inputs, Tensor, tuple[Tensor, Tensor]]:
-    """Returns the quantized inputs and `dout`, in fp32, and two tensors of row scales.
+) -> tuple[Inputs, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Returns the quantized inputs and `dout`, in fp32, and two pairs of tensors.
 
-    Both are `(total_q, heads, 1)`: the scales of the weights, and of the gradients of the scores.
+    The first pair is q for the gradient of k, and `dout` for the gradient of v. The second one is
+    `(total_q, heads, 1)` each: the scales of the weights, and of the gradients of the scores.
     """
     q, k, v, *biases, call, _ = inputs
     sequences = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
     x = quantize_for_backward(q, k, v, dout, sequences, call.alpha, biases)
     scales = (x.weight_scales[..., None], x.score_scales[..., None])
-    return inputs._replace(q=x.q, k=x.k, v=x.v), x.dout, scales
+    columns = (x.q_columns, x.dout_columns)
+    return inputs._replace(q=x.q, k=x.k, v=x.v), x.dout, columns, scales
 
 
 def _backward_chunk(
-    chunk: _Chunk, scales: Sequence[Rows], dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    chunk: _Chunk,
+    scales: Sequence[Rows],
+    dout: Tensor,
+    q_columns: Tensor,
+    dout_columns: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
 ) -> Tensor:
     """Adds to the gradients dq, dk and dv of a group; returns the gradient of the biases, by head.
 
     With scales, weights and gradients of scores are rounded to e4m3.
+
+    Args:
+        chunk: rows and keys of the group.
+        scales: of weights and of gradients of scores, or none.
+        dout: of the group, in row slots.
+        q_columns, dout_columns: q and dout, or what stands for them in the sums over rows.
+        dq, dk, dv: the gradients of the group.
     """
     group, batch, rows, keys = chunk.group, chunk.batch, chunk.rows, chunk.keys
     dout, alpha = dout[:, rows], batch.inputs.call.alpha
@@ -228,8 +252,8 @@ def _backward_chunk(
         weights.copy_(round_weights(weights, of_weights))
         dx.copy_(round_weights(dx, of_scores)).mul_(factor)
     chunk.hide_(both)
-    dv[:, keys].baddbmm_(weights.transpose(1, 2), dout, alpha=batch.factor)
-    dk[:, keys].baddbmm_(dx.transpose(1, 2), group.q[:, rows])
+    dv[:, keys].baddbmm_(weights.transpose(1, 2), dout_columns[:, rows], alpha=batch.factor)
+    dk[:, keys].baddbmm_(dx.transpose(1, 2), q_columns[:, rows])
     dq[:, rows].baddbmm_(dx, group.k[:, keys], beta=0)
     return group.by_head(dx)
 

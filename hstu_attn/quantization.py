@@ -70,8 +70,9 @@ class Quantization:
             the gradients are those at the dequantized values.
         backward: "16-bit", or "e4m3", which is experimental: q, k, v and the gradient of the output
             are quantized for the backward, with one scale for each sequence and head, and so are
-            the weights and the gradients of scores. On a GPU, for head dims from 65 on without a
-            bias.
+            the weights and the gradients of scores. Rows of the gradient of the output also have
+            scales of their own, so that small rows lose nothing. On a GPU, for head dims from 65
+            on without a bias.
     """
 
     mode: int = 2
@@ -80,6 +81,8 @@ class Quantization:
     backward: str = "16-bit"
 
     def __post_init__(self) -> None:
+        if self.mode not in range(6):
+            raise ValueError(f"mode: expected a number from 0 to 5, got {self.mode!r}")
         if self.keep not in ("inputs", "e4m3"):
             raise ValueError(f"keep: expected 'inputs' or 'e4m3', got {self.keep!r}")
         if self.backward not in ("16-bit", "e4m3"):
@@ -523,7 +526,10 @@ class BackwardInputs(NamedTuple):
         q: `(total_q, heads, D)`, the dequantized q.
         k: `(total_k, heads, D)`, likewise.
         v: `(total_k, heads, Dv)`, likewise.
-        dout: `(total_q, heads, Dv)`, likewise.
+        dout: `(total_q, heads, Dv)`, likewise, with a scale for each row and head.
+        q_columns: q for the gradient of k. Rows are multiplied by the power of two of dout's row
+            before their cast, and divided by it after it.
+        dout_columns: dout for the gradient of v, with one scale for a sequence and head.
         weight_scales: `(total_q, heads)`: powers of two that weights are multiplied by before their
             cast.
         score_scales: `(total_q, heads)`: likewise for the gradients of scores, without alpha and
@@ -534,6 +540,8 @@ class BackwardInputs(NamedTuple):
     k: Tensor
     v: Tensor
     dout: Tensor
+    q_columns: Tensor
+    dout_columns: Tensor
     weight_scales: Tensor
     score_scales: Tensor
 
@@ -568,14 +576,36 @@ def quantize_for_backward(
     def descale(x: Quantized) -> Tensor:
         return x.q_descale.t()[rows.row] * x.k_descale.t()[block]
 
+    def cast(x: Tensor, scales: Tensor) -> Tensor:
+        return _to_codes(x[rows.row].float(), scales).float() * scales[..., None]
+
+    of_dout, of_q = (x.q_descale.t()[rows.row] for x in (of_dout_and_v, of_q_and_k))
+    row_scales = _row_scales(dout[rows.row].float(), of_dout)
     scores = weight_scales(descale(of_q_and_k) * (terms * LARGEST_CODE**2), alpha, biases)
     # NOTE: a sequence without keys has no descale.
     gradients = 1 / (descale(of_dout_and_v) * (512 * terms)).clamp(min=SMALLEST_DESCALE)
+    gradients = gradients / row_scales
     return BackwardInputs(
         values.q[..., :-1],
         values.k[..., :-1],
         outer.v,
+        _scatter(cast(dout, of_dout * row_scales), rows.row, q.shape[0]),
+        _scatter(cast(q, of_q / row_scales), rows.row, q.shape[0]),
         outer.q[..., :-1],
         _scatter(scores, rows.row, q.shape[0]),
         _scatter(gradients, rows.row, q.shape[0]),
     )
+
+
+def _row_scales(x: Tensor, descales: Tensor) -> Tensor:
+    """Returns the least powers of two by which the descales of rows can be multiplied.
+
+    Args:
+        x: `(rows, heads, head dim)`.
+        descales: `(rows, heads)`, not less than x needs.
+    """
+    largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
+    needed = (largest / torch.full_like(largest, LARGEST_CODE)).clamp(min=SMALLEST_DESCALE)
+    mantissa, exponent = torch.frexp(needed / descales)
+    scales = torch.ldexp(torch.ones_like(needed), exponent - (mantissa == 0.5).int())
+    return scales.clamp(min=2.0**-40)

@@ -22,6 +22,14 @@ HSTU_DEVICE float descale_of(float largest) {
   return fmaxf(fminf(largest, FLT_MAX) / kLargestCode, kSmallestDescale);
 }
 
+// The least power of two that is not less than x, a positive normal number.
+HSTU_DEVICE float round_up_to_power_of_two(float x) {
+  return __uint_as_float(__float_as_uint(x) + 0x7fffff & 0xff800000);
+}
+
+// QuantizeParams::q_row_scale is at least this, so that descales times it are normal numbers.
+constexpr float kSmallestRowScale = 0x1p-40f;
+
 HSTU_DEVICE float2 from_e4m3(uint32_t pair) {
   const auto two = static_cast<__nv_fp8x2_storage_t>(pair);
   return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));

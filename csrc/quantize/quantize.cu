@@ -282,20 +282,43 @@ HSTU_DEVICE float write_rows(Rows<Element, kLanes>& rows, const Scale& scale, ui
   return sqrtf(reduce_to_owners<kLanes>(squares, Sum())) * scale.descale * kNormMargin;
 }
 
-// Writes the codes of a block transposed, in the order of v8.
-template <typename Element, int kLanes>
-HSTU_DEVICE void write_columns(const Rows<Element, kLanes>& rows, float descale, uint8_t* to,
-                               Transpose<kLanes>& transpose) {
-  const float reciprocal = 1.0f / descale;
+// Writes the codes of a block transposed, in the order of v8. The rows of a step are multiplied by
+// scale_of(step).
+template <typename Element, int kLanes, typename Scale>
+HSTU_DEVICE void write_columns(const Rows<Element, kLanes>& rows, uint8_t* to,
+                               Transpose<kLanes>& transpose, Scale scale_of) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     transpose.write(rows.row + step * kRowsAtOnce, rows.column,
-                    rows.template codes<false>(step, reciprocal));
+                    rows.template codes<false>(step, scale_of(step)));
   }
   __syncthreads();
   const int head_dim = rows.tensor.head_dim;
   const int64_t block = rows.block.number * rows.params.heads + rows.head;
   transpose.store(to + block * head_dim * Fp8Params::kBlock, head_dim);
+}
+
+// Writes and returns QuantizeParams::q_row_scale of the row of Q that the lane owns; 1: not wanted.
+template <typename Element, int kLanes>
+HSTU_DEVICE float write_row_scale(Rows<Element, kLanes>& rows, float descale) {
+  const QuantizeParams& params = rows.params;
+  if (!params.q_row_scale) return 1.0f;
+  float largest[kSteps];
+  rows.template find_largest<false>(largest);
+  const float ratio = descale_of(reduce_to_owners<kLanes>(largest, Largest())) / descale;
+  const float scale = fmaxf(round_up_to_power_of_two(ratio), kSmallestRowScale);
+  if (rows.is_owner()) {
+    params.q_row_scale[rows.head * params.batch.total_q + rows.own_row()] = scale;
+  }
+  return scale;
+}
+
+// Returns QuantizeParams::q_column_scale of the row that the lane owns.
+template <typename Element, int kLanes>
+HSTU_DEVICE float column_scale(const Rows<Element, kLanes>& rows, bool is_q) {
+  const QuantizeParams& params = rows.params;
+  if (!is_q || !params.q_column_scale || !rows.has_row(rows.own_step())) return 1.0f;
+  return params.q_column_scale[rows.head * params.batch.total_q + rows.own_row()];
 }
 
 // Writes the descales, norms and products with the mean of K of the rows of Q. `bound` is the
@@ -353,7 +376,8 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce, blocks_per_sm(kLanes))
   const float base = base_descale<kIsSmooth>(rows, part, is_by_row, workspace, scratch);
   rows.forget_values();
   if (part == Part::kV) {
-    write_columns(rows, base, params.v8, transpose);
+    const float reciprocal = 1.0f / base;
+    write_columns(rows, params.v8, transpose, [&](int) { return reciprocal; });
     if (threadIdx.x != 0) return;
     params.v_descale[rows.head * max_blocks(params.batch.total_k, params.batch.batch) +
                      rows.block.number] = base;
@@ -362,13 +386,21 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce, blocks_per_sm(kLanes))
   const bool is_q = part == Part::kQ;
   // NOTE: with a bound that is given, write_rows() computes no norms; the backward needs none.
   Scale scale{base, /*bound=*/0.0f};
-  if constexpr (!kForBackward) scale = row_scale<kIsSmooth>(rows, base, is_by_row, scratch);
+  if constexpr (!kForBackward) {
+    scale = row_scale<kIsSmooth>(rows, base, is_by_row, scratch);
+  } else if (is_q) {
+    scale.descale *= write_row_scale(rows, base);
+  }
   rows.forget_values();
   const float bound = write_rows<kIsSmooth>(rows, scale, is_q ? params.q8 : params.k8);
   if constexpr (kForBackward) {
     rows.forget_values();
-    if (uint8_t* const to = is_q ? params.q_columns : params.k_columns)
-      write_columns(rows, base, to, transpose);
+    if (uint8_t* const to = is_q ? params.q_columns : params.k_columns) {
+      const float own = column_scale(rows, is_q) / base;
+      write_columns(rows, to, transpose,
+                    [&](int step) { return read_from_owner<kLanes>(own, step); });
+    }
+    scale.descale = base;
   }
   if (is_q) {
     write_factors_of_q<kIsSmooth>(rows, scale.descale, bound, workspace);

@@ -65,6 +65,12 @@ struct QuantizeParams {
   bool for_backward = false;
   uint8_t* q_columns = nullptr;  // [blocks of total_q, H, D, 128], in the order of v8, or null
   uint8_t* k_columns = nullptr;  // [blocks, H, D, 128], or null
+  // Powers of two, [H, total_q]: the least by which the descale of a row of q can be multiplied
+  // without overflow. The codes in q8 are those of the row divided by it, and those in q_columns
+  // are not. Null: not wanted.
+  float* q_row_scale = nullptr;
+  // [H, total_q]: rows of q are multiplied by it before they go to q_columns, or null.
+  const float* q_column_scale = nullptr;
 };
 
 // True if rows of q8 and k8 have norms of at most Fp8Params::kHalfSumNorm.

@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   Kernel::run(params, maps, buffers, *reinterpret_cast<typename Kernel::SharedMemory*>(smem));
 }
 
-// Scales and rounds a block's tile of dQ: one row tile of one head. The sums are multiplied by
-// factor_of(tile, head).
+// Scales and rounds a block's tile of dQ: one row tile of one head. The sums of row `r` of the
+// sequence are multiplied by factor_of(tile, head, r).
 template <typename Kernel, typename Factor>
 HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums,
                                  Factor factor_of) {
@@ -100,7 +100,10 @@ HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums
 
   const int part = threadIdx.x / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup;
-  const float factor = factor_of(work, head);
+  const int first = work.index * Kernel::kRows;
+  // A thread has pairs of columns of two rows.
+  const int row = first + thread / 32 * 16 + thread % 32 / 4;
+  const float factors[2] = {factor_of(work, head, row), factor_of(work, head, row + 8)};
   Tensor dq = partition_fragment_C(typename Kernel::DqMma{},
                                    Shape<Int<kWarpgroupRows>, Int<Dq::kColumns>>{});
   using Element = typename Kernel::DqElement;
@@ -113,9 +116,10 @@ HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums
     const auto piece =
         *reinterpret_cast<const cutlass::AlignedArray<Element, kPiece>*>(from + n * kWarpgroup);
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) dq(n + i) = static_cast<float>(piece[i]) * factor;
+    for (int i = 0; i < kPiece; ++i) {
+      dq(n + i) = static_cast<float>(piece[i]) * factors[(n + i) / 2 % 2];
+    }
   }
-  const int first = work.index * Kernel::kRows;
   store_sum<typename Kernel::Out, Dq::kColumns>(dq, params.dq, head, work.sequence.q_begin + first,
                                                 work.sequence.q_len - first, part * Dq::kColumns);
 }
@@ -124,20 +128,23 @@ HSTU_DEVICE void convert_dq_tile(const BackwardParams& params, const float* sums
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
     convert_dq(const __grid_constant__ BackwardParams params, const float* sums) {
-  convert_dq_tile<Kernel>(params, sums, [&](const SequenceTile&, int) {
+  convert_dq_tile<Kernel>(params, sums, [&](const SequenceTile&, int, int) {
     return Kernel::Consumers::factor_of_ds(params);
   });
 }
 
-// convert_dq() for the backward in e4m3, with the factors of the sequence and head.
+// convert_dq() for the backward in e4m3, with the factors of the sequence and head and of the row.
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::Dq::kParts* kWarpgroup)
     convert_e4m3_dq(const __grid_constant__ BackwardParams params,
                     const __grid_constant__ E4m3Descales descales, const float* sums) {
-  convert_dq_tile<Kernel>(params, sums, [&](const SequenceTile& tile, int head) {
-    const E4m3Factors factors = find_factors(descales, tile.sequence, tile.sequence_index, head,
+  convert_dq_tile<Kernel>(params, sums, [&](const SequenceTile& tile, int head, int row) {
+    const Sequence& sequence = tile.sequence;
+    if (row >= sequence.q_len) return 0.0f;
+    const E4m3Factors factors = find_factors(descales, sequence, tile.sequence_index, head,
                                              Kernel::kHeadDim, static_cast<float>(params.alpha));
-    return factors.dq * Kernel::Consumers::factor_of_ds(params);
+    return factors.dq * Kernel::Consumers::factor_of_ds(params) *
+           descales.dout_row_scale[head * descales.total_q + sequence.q_begin + row];
   });
 }
 

@@ -4,12 +4,16 @@
 // dO' in place of the values:
 //
 //   S  = q_descale * k_descale * q' k'^T
-//   P' = weight * silu(alpha * S)                        in e4m3
-//   D' = 2^-dscore_shift * silu'(alpha * S) * (dO' v'^T) in e4m3
+//   P' = weight * silu(alpha * S)                              in e4m3
+//   D' = 2^-dscore_shift * silu'(alpha * S) * ((dO' / r) v'^T) in e4m3
 //
 //   dV = dout_descale / weight * P'^T dO'
-//   dK = q_descale * dscore * D'^T q'
-//   dQ = k_descale * dscore * D' k'        dscore = dout_descale * v_descale * 2^dscore_shift
+//   dK = q_descale * dscore * D'^T (r q')
+//   dQ = k_descale * dscore * r * (D' k')   dscore = dout_descale * v_descale * 2^dscore_shift
+//
+// Each row of dO has a power of two r, QuantizeParams::q_row_scale, with which the products of rows
+// with small gradients have codes as good as those of others. dO' / r and r q' are quantized from
+// dO and q, beside dO' and q'.
 //
 // `weight` is the largest power of two with which P' cannot overflow, since |silu(x)| <= |x|, and a
 // product of codes is at most D * 448^2. Likewise, 2^-dscore_shift is the largest power of two with
@@ -28,6 +32,7 @@ struct E4m3Descales {
   const float* k;
   const float* v;
   const float* dout;
+  const float* dout_row_scale;  // [H, total_q]
   int64_t total_q;
   int64_t blocks;
 };

@@ -24,8 +24,8 @@ struct E4m3BackwardLauncher {
 
   static void run(const BackwardParams& params, const CudaLaunch& launch) {
     const Plan plan(params, launch, launch.workspace);
-    quantize_qkv(plan.q_and_k, launch.stream);
     quantize_qkv(plan.dout_and_v, launch.stream);
+    quantize_qkv(plan.q_and_k, launch.stream);  // reads the scales of dout's rows
     const E4m3BackwardMaps maps = make_maps(params, plan);
     PrepareParams prepared = prepare_params(params);
     prepared.list = plan.buffers.list;
@@ -115,8 +115,15 @@ struct E4m3BackwardLauncher {
       };
       q_and_k = take(params.q, params.k, true);
       dout_and_v = take(params.dout, params.v, false);
-      descales = {q_and_k.q_descale,    q_and_k.k_descale, dout_and_v.k_descale,
-                  dout_and_v.q_descale, batch.total_q,     k_blocks};
+      dout_and_v.q_row_scale = workspace.take<float>(heads * batch.total_q);
+      q_and_k.q_column_scale = dout_and_v.q_row_scale;
+      descales = {q_and_k.q_descale,
+                  q_and_k.k_descale,
+                  dout_and_v.k_descale,
+                  dout_and_v.q_descale,
+                  dout_and_v.q_row_scale,
+                  batch.total_q,
+                  k_blocks};
     }
   };
 
