@@ -21,7 +21,12 @@ from . import ops
 from .call import NO_BIAS, AttentionCall, BiasTensors
 from .quantization import Quantized, dequantized_rows
 
-__all__ = ["attention_keeping_e4m3", "attention_of_codes", "attention_of_silu"]
+__all__ = [
+    "attention_keeping_e4m3",
+    "attention_of_codes",
+    "attention_of_e4m3",
+    "attention_of_silu",
+]
 
 
 def attention_keeping_e4m3(
@@ -98,6 +103,35 @@ class _Attention(torch.autograd.Function):
             inputs = dout.new_zeros((), requires_grad=True)
             gradients = ops.only_once((inputs, dout, *saved), gradients)
         return (*gradients, None)
+
+
+def attention_of_e4m3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    bias: BiasTensors,
+    pages: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Computes attention of float8_e4m3fn q, k and v in `out_dtype`, bf16 or fp16.
+
+    The other arguments are those of `ops.attention`.
+
+    Raises:
+        ValueError, NotImplementedError: as `hstu_attention`.
+    """
+    dtypes = (torch.bfloat16, torch.float16)
+    if out_dtype not in dtypes:
+        raise ValueError(f"out_dtype: expected one of {dtypes} with float8_e4m3fn, got {out_dtype}")
+    inputs = (q, k, v, *bias)
+    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if records or out_dtype == torch.bfloat16:
+        return ops.attention(q, k, v, call, bias, pages)  # raises where it records gradients
+    ops.check_build(q)
+    out = q.new_empty((*q.shape[:2], v.shape[-1]), dtype=out_dtype)
+    _run(torch.ops.hstu_attn.hstu_varlen_fwd_out, q, k, v, *bias, *call, *pages, out)
+    return out
 
 
 def attention_of_silu(

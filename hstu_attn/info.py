@@ -262,7 +262,7 @@ def cuda_build(build: dict[str, str]) -> str:
     driver = (
         f"is for CUDA {cuda_version(build['driver'])}" if build["driver"] != "0" else "is absent"
     )
-    fp8 = "" if build["fp8"] == "none" else f"; {build['fp8']} for float8_e4m3fn, forward only"
+    fp8 = "" if build["fp8"] == "none" else f"; {build['fp8']} for float8_e4m3fn"
     return (
         f"{build['archs']} for {build['dtypes']}, head dims up to {build['head_dims']}{fp8}; "
         "torch's functions for float32 and float64; built with CUDA "

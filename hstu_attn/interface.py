@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import fp8_tensors, ops
 from .bias import Bias
 from .call import bias_tensors, bias_times, make_call
-from .fp8_attention import attention_keeping_e4m3
+from .fp8_attention import attention_keeping_e4m3, attention_of_e4m3
 from .fx import Proxy, record_call
 from .mask import Mask
 from .paged import PagedKV
-from .quantization import Quantization
+from .quantization import E4M3, Quantization
 
 __all__ = [
     "clamped_attention",
@@ -50,6 +51,7 @@ def hstu_attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """HSTU attention over a packed batch of sequences of different lengths.
 
@@ -103,9 +105,10 @@ def hstu_attention(
             `(batch, heads)`, or `(heads, total // 128 + batch)`, where rows `128 * j` to
             `128 * j + 127` of sequence `b` have column `cu_seqlens[b] // 128 + b + j`; for q also
             `(heads, total_q)`.
+        out_dtype: bf16 or fp16 if q is float8_e4m3fn, for which None means bf16; else q's dtype.
 
     Returns:
-        `(total_q, heads, Dv)`, contiguous, of q's dtype; bf16 if q is float8_e4m3fn.
+        `(total_q, heads, Dv)`, contiguous, of `out_dtype`.
 
     Raises:
         ValueError: for a wrong device, dtype, shape, stride, offset or combination of arguments; it
@@ -145,6 +148,10 @@ def hstu_attention(
         may_keep_e4m3=paged_kv is None,
     )
     pages = ops.NO_PAGES if paged_kv is None else paged_kv.arguments
+    if out_dtype is not None and out_dtype != q.dtype:
+        if q.dtype != E4M3:
+            raise ValueError(f"out_dtype: expected {q.dtype}, the dtype of q, got {out_dtype}")
+        return attention_of_e4m3(q, k, v, call, bias_tensors(bias), pages, out_dtype)
     if quantization is not None and quantization.keep == "e4m3":
         return attention_keeping_e4m3(q, k, v, call, bias_tensors(bias))
     return ops.attention(q, k, v, call, bias_tensors(bias), pages)

@@ -80,9 +80,9 @@ def hstu_attention(
     on a CPU, and everything but the casts to e4m3 is computed in `compute_dtype`.
     """
     del deterministic, sm_margin
-    if q.dtype == E4M3 or quant_mode != -1:
+    if quant_mode != -1:
         quantization = Quantization(quant_mode)
-    if quantization is not None:
+    if q.dtype == E4M3 or quantization is not None:
         arguments = {**locals(), "quant_mode": -1, "quantization": None}
         return _quantized_attention(quantization, arguments)
     mask = Mask.full() if mask is None else mask
@@ -137,9 +137,10 @@ def hstu_attention(
     return torch.cat(pieces)
 
 
-def _quantized_attention(quantization: Quantization, arguments: dict[str, Any]) -> Tensor:
+def _quantized_attention(quantization: Quantization | None, arguments: dict[str, Any]) -> Tensor:
     """Computes `hstu_attention(**arguments)` of quantized q, k and v, with rounded weights.
 
+    There is no quantization where q, k and v are codes already.
     The gradients are those without a quantization or, with `keep="e4m3"`, those of the quantized q,
     k and v. `backward="e4m3"` changes nothing here, because the reference rounds no gradients.
     """
@@ -167,7 +168,9 @@ def _quantized_attention(quantization: Quantization, arguments: dict[str, Any]) 
             values = quantize_for_pages(q, k, v, call, paged.arguments, biases, dtype)
             changes = dict(zip(("q", "k", "v", "scales"), values, strict=True))
         else:
-            mode, smooth_k = quantization.mode, quantization.smooth_k
+            mode, smooth_k = -1, False
+            if quantization is not None:
+                mode, smooth_k = quantization.mode, quantization.smooth_k
             x = quantize_qkv(q, k, v, *sequences, mode, smooth_k, *descales)
             inputs = dequantize(x, *sequences, q.shape[2], dtype)
             scales = weight_scales(inputs.score_bound, arguments["alpha"], biases)
@@ -178,7 +181,7 @@ def _quantized_attention(quantization: Quantization, arguments: dict[str, Any]) 
     out = out.to(q.dtype)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
         return out
-    if quantization.keep == "e4m3":
+    if quantization is not None and quantization.keep == "e4m3":
         kept = dequantized_rows(x.kept, sequences[1], q.shape[2], dtype)
         for name, of_codes in zip("qkv", kept, strict=True):
             given = arguments[name].to(dtype)

@@ -60,15 +60,14 @@ def on_gpu(batch: Batch, **extra: Any) -> Tensor:
 
 
 def assert_as_good_as_the_emulation(batch: Batch, factor: float = 1.15) -> None:
-    """Compares errors against fp64 of the unquantized inputs."""
+    """Compares errors against fp64 of the unquantized inputs, both rounded to the same dtype."""
     plain = replace(batch, quantization=None)
     exact = run(reference.hstu_attention, plain, dtype=torch.float64)["out"]
     emulated = run(reference.hstu_attention, batch, dtype=torch.float64)["out"]
     found = on_gpu(batch)
     assert found.isfinite().all()
-    rounding = torch.finfo(found.dtype).eps
     error = relative_error(found, exact)
-    assert error <= factor * relative_error(emulated, exact) + rounding
+    assert error <= factor * relative_error(emulated.to(found.dtype), exact)
     assert torch.equal(found, on_gpu(batch))
 
 
@@ -125,15 +124,29 @@ def test_scales(hopper, alpha, scaling_seqlen):
     assert_as_good_as_the_emulation(batch)
 
 
+@pytest.mark.parametrize(("dim", "bound"), [(64, 1.3e-2), (128, 1.1e-2), (256, 0.9e-2)])
+def test_errors_of_4096_keys(hopper, dim, bound):
+    for kind, smooth_k, limit in (
+        ("normal", False, 5.6e-2), ("silu", False, bound), ("silu", True, 6.5e-3),
+    ):  # fmt: skip
+        batch = accuracy_batch(kind, dim, [4096], rows=[256], heads=2)
+        batch.quantization = Quantization(2, smooth_k)
+        plain = replace(batch, quantization=None)
+        exact = run(reference.hstu_attention, plain, dtype=torch.float64)["out"]
+        assert relative_error(on_gpu(batch), exact) <= limit, (kind, smooth_k)
+
+
+@pytest.mark.parametrize("kind", ["normal", "silu"])
 @with_smooth_k
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_long_sums(hopper, dim, smooth_k):
-    """Sums of P V that are not promoted to fp32 would be off by 2.8 % here."""
-    batch = accuracy_batch("silu", dim, [16384], rows=[256], heads=2)
+def test_long_sums(hopper, dim, smooth_k, kind):
+    """Sums of P V that are not promoted to fp32 would be off by 2.8 % with SiLU of q, k and v."""
+    batch = accuracy_batch(kind, dim, [16384], rows=[256], heads=2)
     batch.quantization = Quantization(2, smooth_k)
     assert_as_good_as_the_emulation(batch, factor=1.1)
-    emulated = run(reference.hstu_attention, batch, dtype=torch.float64)["out"]
-    assert relative_error(on_gpu(batch), emulated) <= 5e-3
+    if kind == "silu":  # the sums of normal inputs are small beside their terms
+        emulated = run(reference.hstu_attention, batch, dtype=torch.float64)["out"]
+        assert relative_error(on_gpu(batch), emulated) <= 5e-3
 
 
 @pytest.mark.parametrize("mode", [2, 3])
@@ -287,6 +300,7 @@ def test_nonfinite_values_stay_in_their_sequence(hopper, mode, smooth_k, bad, di
         assert not rows[..., 1, :].isfinite().all(-1).any()
 
 
+@pytest.mark.sanitize
 @with_modes
 def test_rows_of_no_sequence(hopper, mode):
     """Buffers may be larger than the batch; the contents of the rows after it have no effect."""
@@ -300,7 +314,7 @@ def test_rows_of_no_sequence(hopper, mode):
     assert not found[340:].any()
 
 
-@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("dim", [64, 72, 256, pytest.param(128, marks=pytest.mark.sanitize)])
 def test_e4m3_inputs(hopper, dim):
     """q and k are read in place where their rows begin at multiples of 16 bytes."""
     batch = e4m3_batch(dim=dim)
@@ -313,12 +327,11 @@ def test_e4m3_inputs(hopper, dim):
             there = {name: tensor.cuda() for name, tensor in given.items()}
             found = on_gpu(batch, **there)
             assert found.dtype == BF16
-            bound = 1.15 * relative_error(emulated, exact) + torch.finfo(BF16).eps
-            assert relative_error(found, exact) <= bound
+            assert relative_error(found, exact) <= 1.15 * relative_error(emulated.to(BF16), exact)
             assert torch.equal(on_gpu(strided, **there), found)
-    out = torch.empty(found.shape, dtype=torch.float16, device="cuda")
-    raw_ops.forward_out(to_device(batch, "cuda"), out, **there)
-    assert relative_error(out.cpu(), found.double()) <= 4e-3
+    out = on_gpu(batch, out_dtype=torch.float16, **there)
+    assert out.dtype == torch.float16
+    assert relative_error(out, exact) <= 1.15 * relative_error(emulated.half(), exact)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -442,15 +455,19 @@ def test_opcheck(hopper):
 
 
 @pytest.mark.slow
-def test_compile(hopper):
-    batch = make_batch([300, 33], dim=64, device="cuda", dtype=BF16, mask="causal")
-    batch.quantization = Quantization(2, smooth_k=True)
-    dout = torch.randn(333, 2, 64, device="cuda").to(BF16)
+@pytest.mark.parametrize("options", [{}, {"keep": "e4m3"}, {"backward": "e4m3"}], ids=str)
+def test_compile(hopper, options):
+    batch = make_batch([300, 33], dim=128, device="cuda", dtype=BF16, mask="causal")
+    batch.quantization = Quantization(2, smooth_k=True, **options)
+    dout = torch.randn(333, 2, 128, device="cuda").to(BF16)
     expected = run(hstu_attention, batch, dout, deterministic=True)
     compiled = torch.compile(hstu_attention, fullgraph=True)
     found = run(compiled, batch, dout, deterministic=True)
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        if options.get("keep") and name != "out":  # a multiply-add may be rounded once or twice
+            assert relative_error(found[name], value.double()) <= 2e-3, name
+        else:
+            assert torch.equal(found[name], value), name
 
 
 def test_errors(hopper, monkeypatch):

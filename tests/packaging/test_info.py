@@ -278,7 +278,7 @@ def test_what_the_build_holds():
     start = "sm80 sm90 for bfloat16 and float16, head dims up to 32, 64, 128, 256; "
     without_fp8 = info.cuda_build(BUILD | {"fp8": "none"})
     assert without_fp8.startswith(f"{start}torch's functions for float32")
-    start += "sm90 for float8_e4m3fn, forward only; torch's functions for float32 and float64; "
+    start += "sm90 for float8_e4m3fn; torch's functions for float32 and float64; "
     assert info.cuda_build(BUILD) == f"{start}built with CUDA 13.0; the driver is for CUDA 13.1"
     no_driver = info.cuda_build(BUILD | {"runtime": "12080", "driver": "0"})
     assert no_driver == f"{start}built with CUDA 12.8; the driver is absent"
