@@ -56,6 +56,10 @@ MAY_SPILL = {
         "ForwardILi64EN7cutlass12float_e4m3_tENS0_8E4m3KeysINS3_6half_t",
         # The consumers leave 24 registers to the producer, which spills once per work tile.
         "ForwardILi256EN7cutlass12float_e4m3_t",
+        # Likewise where there may be no list. The deterministic form has the same consumers, and
+        # may not spill.
+        "BackwardILi256EN7cutlass10bfloat16_tENS0_11NoScoreBiasELb0E",
+        "BackwardILi256EN7cutlass6half_tENS0_11NoScoreBiasELb0E",
     ),
 }
 

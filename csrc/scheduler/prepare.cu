@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kThreads)
     prepare_scheduler_kernel(const __grid_constant__ PrepareParams params) {
   let_next_kernel_start();
   if (blockIdx.x == 0) {
-    make_list<kByKeys>(params);
+    if (params.list.tiles) make_list<kByKeys>(params);
     return;
   }
   const int block = blockIdx.x - 1;

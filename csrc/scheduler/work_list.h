@@ -57,9 +57,10 @@ struct WorkList {
   int* count = nullptr;  // [1]: number of tiles in the list
   SequenceTile* tiles = nullptr;  // [capacity]; null: no list
   int capacity = 0;
-  // If this is > 0, there is no list because sequences are short: none has more tiles than this, if
-  // max_seqlen_q is right. Work tile n of a block has the number blockIdx + n * gridDim, where the
-  // last tile of each sequence comes first, then the one before it, and so on.
+  // If this is > 0, there is no list, because sequences are short or work tiles are few: no
+  // sequence has more tiles than this, if max_seqlen_q and max_seqlen_k are right. In the forward,
+  // work tile n of a block has the number blockIdx + n * gridDim, where the last tile of each
+  // sequence comes first, then the one before it, and so on. The backward has another order.
   int sequence_tiles = 0;
   int work_per_tile = 1;  // work tiles of each listed tile
   Interval unlisted;      // the numbers of tiles that are not listed: blocks begin with them
@@ -279,8 +280,9 @@ struct TileMap {
 
   // Fills the map for `tiles` tiles. Called by thread `thread` of `threads`, which are whole warps;
   // classify(n) returns the TileKind of tile n.
+  // NOTE: `tiles` may be in shared memory, so that it takes no register while classify() runs.
   template <typename Classify>
-  __device__ void fill(int tiles, int thread, int threads, Classify classify) {
+  __device__ void fill(const int& tiles, int thread, int threads, Classify classify) {
     if (thread == 0) count = tiles;
     for (int n = thread; n / 32 * 32 < min(tiles, kTiles); n += threads) {
       const TileKind kind = n < tiles ? classify(n) : TileKind::kEmpty;

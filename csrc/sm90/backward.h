@@ -42,7 +42,8 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, 
       Traits::Bias::prefetch(maps);
     }
     sync_blocks();  // the barriers are initialized
-    wait_for_previous_kernel();
+    // Without a list, only the threads that add dQ need what prepare_scheduler() writes.
+    if (!Traits::is_unlisted(buffers.list)) wait_for_previous_kernel();
 
     // NOTE: the shuffle tells the compiler that the value is the same in all lanes.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);

@@ -72,12 +72,14 @@ struct BackwardProducers : Traits {
       if (lane == 0) {
         if constexpr (kIsCluster) broadcast_work_index(work_index_state, smem);
         const int tile = smem.work_index / list.work_per_tile;
-        const bool exists = tile < *list.count;
+        const bool is_unlisted = Traits::is_unlisted(list);
+        const bool exists = is_unlisted ? smem.work_index >= 0 : tile < *list.count;
         work_tile.head = exists ? smem.work_index - tile * list.work_per_tile : -1;
         if (exists) {
           work_tile.bias_head = Traits::Bias::bias_head(params, work_tile.head);
-          work_tile.tile = list.tiles[tile];
+          work_tile.tile = is_unlisted ? unlisted_tile(params, tile) : list.tiles[tile];
           const Sequence& sequence = work_tile.tile.sequence;
+          work_tile.map.count = ceil_div(sequence.q_len, kRows);
           work_tile.first_row_tile =
               static_cast<int>(first_tile(sequence.q_begin, work_tile.tile.sequence_index, kRows));
           if constexpr (Traits::kIsE4m3) {
@@ -89,8 +91,8 @@ struct BackwardProducers : Traits {
       }
       __syncwarp();
       if (work_tile.head >= 0) {
-        const int tiles = ceil_div(work_tile.tile.sequence.q_len, kRows);
-        work_tile.map.fill(tiles, lane, 32, [&](int m) { return classify(buffers, work_tile, m); });
+        work_tile.map.fill(work_tile.map.count, lane, 32,
+                           [&](int m) { return classify(params, buffers, work_tile, m); });
         __syncwarp();
         if (lane == 0) {
           work_tile.last_row_tile = kIsDeterministic ? work_tile.map.first() : work_tile.map.last();
@@ -117,10 +119,45 @@ struct BackwardProducers : Traits {
         state.advance();
       }
       if (lane == 0 && Traits::rank() == 0) {
-        smem.work_index = reload_grid_dim() / kClusterSize + atomicAdd(list.next, 1);
+        if (Traits::is_unlisted(list)) {
+          smem.work_index = unlisted_index_after(smem.work_index, params, list, work_tile);
+        } else {
+          smem.work_index = reload_grid_dim() / kClusterSize + atomicAdd(list.next, 1);
+        }
       }
     }
     if (Traits::stores_ds(params)) cute::tma_store_wait<0>();
+  }
+
+  // Returns tile `number` of keys where there is no list: the first tiles of all sequences, which
+  // most rows of a causal sequence see, then the second ones, and so on. It has no keys if the
+  // sequence has fewer tiles.
+  static HSTU_DEVICE SequenceTile unlisted_tile(const BackwardParams& params, int number) {
+    int n = 0;
+    for (; number >= params.batch.batch; number -= params.batch.batch) ++n;
+    const Sequence sequence = load_sequence(params.batch, number);
+    return n * kKeys < sequence.k_len ? SequenceTile{sequence, number, n} : SequenceTile{};
+  }
+
+  // Returns the index of the block's work tile after `work_tile`, which has the index `index`,
+  // where there is no list; -1: there is no more work. Every second time that each block takes a
+  // work tile, they take them in the opposite order, so that a block with a longer one gets a
+  // shorter. NOTE: max_seqlen_k, from which sequence_tiles was computed, may be understated. The
+  // block with the last of these tiles of a sequence then takes the tiles behind it.
+  static HSTU_DEVICE int unlisted_index_after(int index, const BackwardParams& params,
+                                              const WorkList& list, const WorkTile& work_tile) {
+    const int next_tile = work_tile.tile.index + 1;
+    const int tiles_of_index = params.batch.batch * list.work_per_tile;
+    const int end = list.sequence_tiles * tiles_of_index;
+    if (next_tile >= list.sequence_tiles && next_tile * kKeys < work_tile.tile.sequence.k_len) {
+      return index + tiles_of_index;
+    }
+    while (index >= end) index -= tiles_of_index;
+    const int blocks = reload_grid_dim() / kClusterSize;
+    const int block = static_cast<int>(blockIdx.x) / kClusterSize;
+    const bool is_reversed = index / blocks % 2;
+    index += 1 + 2 * (is_reversed ? block : blocks - 1 - block);
+    return index < end ? index : -1;
   }
 
   static HSTU_DEVICE void copy_keys(const typename Traits::Maps& maps, const WorkTile& work_tile,
@@ -173,21 +210,44 @@ struct BackwardProducers : Traits {
   }
 
   // Classifies the keys of the work tile for tile m of rows.
-  static HSTU_DEVICE TileKind classify(const BackwardBuffers& buffers, const WorkTile& work_tile,
-                                       int m) {
+  static HSTU_DEVICE TileKind classify(const BackwardParams& params, const BackwardBuffers& buffers,
+                                       const WorkTile& work_tile, int m) {
     const int tile = work_tile.tile.index;
     const int row_tile = work_tile.first_row_tile + m;
     if constexpr (kIsDeterministic) {
       if (!buffers.dq_writers[row_tile].contains(tile)) return TileKind::kEmpty;
     }
-    const SpanSummary summary = buffers.list.summaries.at(row_tile, work_tile.head);
-    const int k0 = tile * kKeys;
     const Sequence& sequence = work_tile.tile.sequence;
+    const int k0 = tile * kKeys;
+    if (Traits::is_unlisted(buffers.list)) return classify_unlisted(params, sequence, m, k0);
+    const SpanSummary summary = buffers.list.summaries.at(row_tile, work_tile.head);
     const TileKind kind = summary.classify(k0, min(k0 + kKeys, sequence.k_len));
     if (kIsDeterministic && kind == TileKind::kEmpty) return TileKind::kPartial;
     // NOTE: the bias is not zero past the ends of a sequence, so the mask must hide those elements.
     const bool is_cut = (m + 1) * kRows > sequence.q_len || k0 + kKeys > sequence.k_len;
     return kHasBias && is_cut && kind == TileKind::kFull ? TileKind::kPartial : kind;
+  }
+
+  // Classifies the keys from k0 on, for masks in closed form.
+  static HSTU_DEVICE TileKind classify_unlisted(const BackwardParams& params,
+                                                const Sequence& sequence, int m, int k0) {
+    MaskParams closed_form = params.mask;
+    closed_form.row_spans = nullptr;
+    closed_form.func = nullptr;
+    const int r0 = m * kRows;
+    const int r1 = min(r0 + kRows, sequence.q_len);
+    const int k1 = min(k0 + kKeys, sequence.k_len);
+    const KeyIntervals keys = Mask(closed_form, sequence, 0).kv_intervals(r0, r1);
+    bool is_visible = false, is_full = false;
+    for (int n = 0; n < 2; ++n) {  // unused intervals are empty
+      is_visible |= keys.interval[n].begin < k1 && k0 < keys.interval[n].end;
+    }
+    if (!is_visible) return TileKind::kEmpty;
+    compiler_barrier();  // the producer has few registers
+    Interval full[2];
+    Mask(closed_form, sequence, 0).fully_visible(r0, r1, full);
+    for (const Interval& interval : full) is_full |= interval.begin <= k0 && k1 <= interval.end;
+    return is_full ? TileKind::kFull : TileKind::kPartial;
   }
 
   // Called by one warp: copies Q, dO and the bias of each tile of rows, and, if kProducerFindsMask,
@@ -288,6 +348,7 @@ struct BackwardProducers : Traits {
   static HSTU_DEVICE void add_dq(const BackwardParams& params, const typename Traits::Maps& maps,
                                  const BackwardBuffers& buffers, SharedMemory& smem, int stage) {
     DqState state;
+    if (Traits::is_unlisted(buffers.list)) wait_for_previous_kernel();  // it zeroes the sums
     for_each_row_tile(smem, [&](const WorkTile& work_tile, int m, int) {
       if (state.index() != stage) {
         state.advance();

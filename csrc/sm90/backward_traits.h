@@ -118,6 +118,11 @@ struct BackwardTraits {
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
 
+  // There is no list of work tiles if each block has at most kUnlistedRounds of them, unless the
+  // mask is given row by row: see WorkList::sequence_tiles.
+  static constexpr bool kMayBeUnlisted = !kHasBias && !kIsDeterministic && !kIsE4m3;
+  static constexpr int kUnlistedRounds = 2;
+
   // If true, the producer warp that copies Q and dO also computes which keys their rows see.
   // Otherwise each consumer warpgroup does, which has the registers only while no wgmma runs. The
   // producer needs up to 88 registers for this, which larger head dims cannot spare.
@@ -296,6 +301,11 @@ struct BackwardTraits {
   }
   static HSTU_DEVICE int next_row_tile(const WorkTile& work_tile, int m) {
     return kIsDeterministic ? work_tile.map.before(m) : work_tile.map.after(m);
+  }
+
+  // True if there is no list of work tiles.
+  static HSTU_DEVICE bool is_unlisted(const WorkList& list) {
+    return kMayBeUnlisted && list.sequence_tiles > 0;
   }
 
   // The block's rank in its cluster.

@@ -64,10 +64,16 @@ struct BackwardLauncher {
 
     Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory) : workspace(memory) {
       const BatchParams& batch = params.batch;
-      buffers.list = workspace.take_list(batch.total_k, batch.batch, Form::kKeys);
+      const int sequence_tiles = unlisted_tiles(params, launch);
+      if (sequence_tiles > 0) {
+        buffers.list.sequence_tiles = sequence_tiles;
+        buffers.list.capacity = sequence_tiles * batch.batch;
+      } else {
+        buffers.list = workspace.take_list(batch.total_k, batch.batch, Form::kKeys);
+        buffers.list.summaries =
+            workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
+      }
       buffers.list.work_per_tile = params.heads;
-      buffers.list.summaries =
-          workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
       const int64_t row_tiles = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
       dq_tiles = row_tiles * params.heads;
       const bool is_ordered = launch.deterministic;
@@ -84,6 +90,24 @@ struct BackwardLauncher {
       }
     }
   };
+
+  // Returns how many tiles of keys each sequence may have where there is no list of work tiles,
+  // which takes time to make; 0 if there is a list.
+  static int unlisted_tiles(const BackwardParams& params, const CudaLaunch& launch) {
+    if (params.rab.data || params.relative_bias || launch.deterministic ||
+        is_given_by_row(params.mask)) {
+      return 0;
+    }
+    const BatchParams& batch = params.batch;
+    const int tiles = ceil_div(batch.max_seqlen_k, Form::kKeys);
+    const int64_t possible = int64_t{tiles} * batch.batch * params.heads;
+    const int64_t work_tiles =
+        int64_t{WorkList::max_tiles(batch.total_k, batch.batch, Form::kKeys)} * params.heads;
+    const int64_t resident = resident_blocks<Form>(launch) / Form::kClusterSize;
+    // Otherwise one block could have two work tiles, and another none.
+    const bool is_even = work_tiles > resident || possible <= resident;
+    return is_even && possible <= Form::kUnlistedRounds * resident ? tiles : 0;
+  }
 
   // True if the backward cannot store its dS as the gradient of the bias; see bias_gradient.h.
   static bool needs_own_kernel(const BackwardParams& params) {

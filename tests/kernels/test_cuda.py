@@ -321,6 +321,29 @@ def test_with_and_without_a_list_of_work(mask, bias):
         assert not out[begin:end].any()
 
 
+@pytest.mark.parametrize("blocks", [15, pytest.param(30, marks=pytest.mark.sanitize)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", MASK_NAMES)
+def test_backward_with_and_without_a_list_of_work(mask, dim, blocks):
+    """Without a list, 30 work tiles are divided among the blocks: each has one or two."""
+    if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
+        pytest.skip("the backward of sm80 always has a list, except for short sequences")
+    lengths, rows = [300, 0, 129, 1, 64], [260, 0, 129, 1, 3]
+    batch = make_batch(lengths, rows, dim=dim, device="cuda", dtype=torch.bfloat16, mask=mask)
+    batch.seqused_q = torch.tensor([240, 0, 129, 0, 1], device="cuda")
+    batch.seqused_k = torch.tensor([280, 0, 129, 0, 1], device="cuda")
+    dout = random_dout(batch)
+    listed = run(hstu_attention, batch, dout, sm_margin=ALL_BUT_ONE)
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    with poisoned_memory("cuda"):
+        margin = multiprocessors - blocks * (2 if dim > 128 else 1)
+        found = run(hstu_attention, batch, dout, sm_margin=margin)
+    assert torch.equal(found["dk"], listed["dk"])
+    assert torch.equal(found["dv"], listed["dv"])
+    assert found["dk"].any()
+    torch.testing.assert_close(found["dq"], listed["dq"], rtol=1e-2, atol=1e-4)  # any order of sums
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7, 11])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_the_first_work_tile_of_a_block(dim, blocks):
