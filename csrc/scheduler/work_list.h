@@ -278,12 +278,11 @@ struct TileMap {
   unsigned visible[kTiles / 32];
   unsigned partial[kTiles / 32];
 
-  // Fills the map for `tiles` tiles. Called by thread `thread` of `threads`, which are whole warps;
-  // classify(n) returns the TileKind of tile n.
+  // Fills the map for `tiles` tiles, but does not set `count`. Called by thread `thread` of
+  // `threads`, which are whole warps; classify(n) returns the TileKind of tile n.
   // NOTE: `tiles` may be in shared memory, so that it takes no register while classify() runs.
   template <typename Classify>
   __device__ void fill(const int& tiles, int thread, int threads, Classify classify) {
-    if (thread == 0) count = tiles;
     for (int n = thread; n / 32 * 32 < min(tiles, kTiles); n += threads) {
       const TileKind kind = n < tiles ? classify(n) : TileKind::kEmpty;
       const unsigned is_visible = __ballot_sync(0xffffffff, kind != TileKind::kEmpty);

@@ -199,6 +199,7 @@ struct Backward {
     const SequenceTile& work = queue.tile();
     const Sequence& sequence = work.sequence;
     const int row_tiles = ceil_div(sequence.q_len, kRows);
+    if (threadIdx.x == 0) smem.map.count = row_tiles;
     smem.map.fill(row_tiles, threadIdx.x, kThreads, [&](int m) {
       if constexpr (kIsDeterministic) {
         const int64_t first = first_tile(sequence.q_begin, work.sequence_index, kRows);

@@ -137,6 +137,7 @@ struct Forward {
         smem.bias = {params.rab, work.sequence_index, head, params.heads};
       }
     }
+    if (threadIdx.x == 0) smem.map.count = key_tiles;
     smem.map.fill(key_tiles, threadIdx.x, kThreads, [&](int n) {
       // A mask given row by row has no summaries without a list. A single tile of keys is not
       // classified, because that would be work before the block's first product.
