@@ -576,8 +576,11 @@ def quantize_for_backward(
     def descale(x: Quantized) -> Tensor:
         return x.q_descale.t()[rows.row] * x.k_descale.t()[block]
 
-    def cast(x: Tensor, scales: Tensor) -> Tensor:
-        return _to_codes(x[rows.row].float(), scales).float() * scales[..., None]
+    def cast(x: Tensor, scales: Tensor, row_scales: Tensor) -> Tensor:
+        codes = _to_codes(x[rows.row].float() * row_scales[..., None], scales)
+        # NOTE: the quotient of the scales might be infinite.
+        values = codes.float() * scales[..., None] / row_scales[..., None]
+        return _scatter(values, rows.row, x.shape[0])
 
     of_dout, of_q = (x.q_descale.t()[rows.row] for x in (of_dout_and_v, of_q_and_k))
     row_scales = _row_scales(dout[rows.row].float(), of_dout)
@@ -589,8 +592,8 @@ def quantize_for_backward(
         values.q[..., :-1],
         values.k[..., :-1],
         outer.v,
-        _scatter(cast(dout, of_dout * row_scales), rows.row, q.shape[0]),
-        _scatter(cast(q, of_q / row_scales), rows.row, q.shape[0]),
+        cast(dout, of_dout, 1 / row_scales),
+        cast(q, of_q, row_scales),
         outer.q[..., :-1],
         _scatter(scores, rows.row, q.shape[0]),
         _scatter(gradients, rows.row, q.shape[0]),
@@ -606,6 +609,5 @@ def _row_scales(x: Tensor, descales: Tensor) -> Tensor:
     """
     largest = torch.where(x.isfinite(), x, 0).abs().amax(-1)
     needed = (largest / torch.full_like(largest, LARGEST_CODE)).clamp(min=SMALLEST_DESCALE)
-    mantissa, exponent = torch.frexp(needed / descales)
-    scales = torch.ldexp(torch.ones_like(needed), exponent - (mantissa == 0.5).int())
-    return scales.clamp(min=2.0**-40)
+    mantissa, exponent = torch.frexp((needed / descales).clamp(min=2.0**-40))
+    return torch.ldexp(torch.ones_like(needed), exponent - (mantissa == 0.5).int())

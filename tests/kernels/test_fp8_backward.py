@@ -156,6 +156,14 @@ def test_zeros():
     assert all((gradient == 0).all() for gradient in found.values())
 
 
+def test_huge_queries_of_rows_without_gradients():
+    batch = batch_of("normal", 32)
+    dout = dout_of(batch)
+    dout[::3] = 0
+    batch.q[::3] *= 1e30
+    assert all(gradient.isfinite().all() for gradient in gradients(batch, dout).values())
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", [*NAMES, "dout"])
 def test_nonfinite_values_stay_in_their_sequence(name, bad):
