@@ -86,8 +86,9 @@ def _check_refusals() -> None:
         context.attention(*[q.to(E4M3)] * 3)
     with pytest.raises(ValueError, match="quantization: expected a Quantization or None, got int"):
         context.attention(q, q, q, quantization=2, bias=RelativeBias(torch.zeros(2, 5)))
+    call = make_call(offsets, 6)._replace(quant_mode=6)
     with pytest.raises(ValueError, match="quant_mode: expected -1, or an FP8 mode"):
-        context.attention(q, q, q, quantization=Quantization(6))
+        context.attend(q, q, q, call, bias)
 
 
 def _errors_of_layers() -> Errors:

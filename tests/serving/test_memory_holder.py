@@ -58,6 +58,7 @@ def test_connections_of_a_killed_process_are_closed_before_its_memory_is_freed()
                 _wait_until(lambda: Path(f"/proc/{holder}/comm").read_text() == "memory-holder\n")
                 assert os.listdir(f"/proc/{holder}/fd") == []  # closed before it takes the name
                 os.kill(holder, signal.SIGSTOP)  # it has the memory until it goes on
+                _wait_until(lambda: _state(holder) == "T")
             finally:
                 program.kill()
             assert connection.recv(100) == b""
