@@ -142,8 +142,10 @@ struct BackwardProducers : Traits {
   // Returns the index of the block's work tile after `work_tile`, which has the index `index`,
   // where there is no list; -1: there is no more work. Every second time that each block takes a
   // work tile, they take them in the opposite order, so that a block with a longer one gets a
-  // shorter. NOTE: max_seqlen_k, from which sequence_tiles was computed, may be understated. The
-  // block with the last of these tiles of a sequence then takes the tiles behind it.
+  // shorter.
+  //
+  // NOTE: max_seqlen_k, from which sequence_tiles was computed, may be understated. The block with
+  // the last of these tiles of a sequence then takes the tiles behind it.
   static HSTU_DEVICE int unlisted_index_after(int index, const BackwardParams& params,
                                               const WorkList& list, const WorkTile& work_tile) {
     const int next_tile = work_tile.tile.index + 1;
