@@ -71,8 +71,8 @@ class Quantization:
         backward: "16-bit", or "e4m3", which is experimental: q, k, v and the gradient of the output
             are quantized for the backward, with one scale for each sequence and head, and so are
             the weights and the gradients of scores. Rows of the gradient of the output also have
-            scales of their own, so that small rows lose nothing. On a GPU, for head dims from 65
-            on without a bias.
+            scales of their own, so that the gradients of small rows of q are as accurate as those
+            of large ones. On a GPU, for head dims from 65 on without a bias.
     """
 
     mode: int = 2

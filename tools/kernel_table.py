@@ -56,8 +56,9 @@ MAY_SPILL = {
         "ForwardILi64EN7cutlass12float_e4m3_tENS0_8E4m3KeysINS3_6half_t",
         # The consumers leave 24 registers to the producer, which spills once per work tile.
         "ForwardILi256EN7cutlass12float_e4m3_t",
-        # Likewise where there may be no list. The deterministic form has the same consumers, and
-        # may not spill.
+        # The producer of the backward has 24 registers, too, and spills once per work tile where
+        # it finds work tiles without a list. The deterministic form, which always has a list, has
+        # the same consumers and may not spill.
         "BackwardILi256EN7cutlass10bfloat16_tENS0_11NoScoreBiasELb0E",
         "BackwardILi256EN7cutlass6half_tENS0_11NoScoreBiasELb0E",
     ),

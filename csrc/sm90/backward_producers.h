@@ -230,7 +230,8 @@ struct BackwardProducers : Traits {
     return kHasBias && is_cut && kind == TileKind::kFull ? TileKind::kPartial : kind;
   }
 
-  // Classifies the keys from k0 on, for masks in closed form.
+  // Classifies the keys from k0 on as SpanSummary::classify() does, for masks in closed form. It
+  // has two steps, because the producer has too few registers for both results at once.
   static HSTU_DEVICE TileKind classify_unlisted(const BackwardParams& params,
                                                 const Sequence& sequence, int m, int k0) {
     MaskParams closed_form = params.mask;
@@ -245,7 +246,7 @@ struct BackwardProducers : Traits {
       is_visible |= keys.interval[n].begin < k1 && k0 < keys.interval[n].end;
     }
     if (!is_visible) return TileKind::kEmpty;
-    compiler_barrier();  // the producer has few registers
+    compiler_barrier();
     Interval full[2];
     Mask(closed_form, sequence, 0).fully_visible(r0, r1, full);
     for (const Interval& interval : full) is_full |= interval.begin <= k0 && k1 <= interval.end;
