@@ -46,9 +46,9 @@ def fp8_batch(
     """Makes a batch on a CPU, with pages of a normal distribution or of many magnitudes."""
     batch = make_paged_batch(cached, new, targets, dtype=dtype, fp8=True, **options)
     batch.alpha, batch.quantization = batch.q.shape[2] ** -0.5, ROWS
-    batch.q.normal_()
+    batch.q.copy_(torch.randn(batch.q.shape))
     for x in (batch.k, batch.v):
-        x.copy_(torch.where(x.isfinite(), torch.randn_like(x), x))
+        x.copy_(torch.where(x.isfinite(), torch.randn(x.shape), x))
     if of_normal:
         pages = batch.paged_kv
         assert pages is not None
