@@ -59,9 +59,21 @@ CUtensorMap encode_map(void* data, CUtensorMapDataType type, const cuuint64_t (&
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
   CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(
-      &map, type, kRank, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return tensor_map_encoder()(&map, type, kRank, data, sizes, strides, box, steps,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // The thread has not called CUDA before. The driver needs a current context, which
+    // cudaSetDevice() sets.
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "cuTensorMapEncodeTiled");
+    check_cuda(cudaSetDevice(device), "cuTensorMapEncodeTiled");
+    result = encode();
+  }
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled: expected success, got error " +
                              std::to_string(static_cast<int>(result)));

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,26 @@ def random_dout(batch: Batch) -> torch.Tensor:
 def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, value in expected.items():
         assert torch.equal(result[name], value), name
+
+
+@pytest.mark.parametrize("length", [100, 1000])
+def test_a_thread_that_has_not_called_cuda(length):
+    """No CUDA context is current in it, which the encoding of tensor maps needs."""
+    batch = make_batch([length, 7], dim=128, dtype=BF16, device="cuda", mask="causal")
+    dout = random_dout(batch)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        out = raw_ops.forward(batch)
+        return out, *raw_ops.backward(batch, dout, has_drab=False, has_dtables=False)[:3]
+
+    expected = call()  # its memory is then reused, without a call of CUDA
+    found = [x.clone() for x in expected]
+    del expected
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        results = pool.submit(call).result()
+    for result, values in zip(results, found, strict=True):
+        torch.testing.assert_close(result, values)
 
 
 # ---------------------------------------------------------------------------------------------
