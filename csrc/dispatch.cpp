@@ -96,7 +96,12 @@ bool is_faster_by_sm80(const CudaLaunch& launch, const ForwardParams& params) {
 // is_faster_by_sm80() for the backward.
 bool is_faster_by_sm80(const CudaLaunch& launch, const BackwardParams& params) {
 #if defined(HSTU_ATTN_SM80)
-  return !launch.device.is_forced && sm80::blocks_of_sequence(params, launch) > 0;
+  if (launch.device.is_forced) return false;
+  // From 65 tokens on, tiles of 64 rows and keys are not faster where sm90 needs no sums of dQ.
+  const bool is_wide = larger(params.q.head_dim, params.v.head_dim) > 64;
+  const bool is_long = sm80::longest_if_short(params, launch) > 64;
+  if (is_wide && is_long && sm90::stores_dq(params, launch)) return false;
+  return sm80::blocks_of_sequence(params, launch) > 0;
 #else
   return false;
 #endif

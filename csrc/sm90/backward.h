@@ -42,8 +42,10 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, 
       Traits::Bias::prefetch(maps);
     }
     sync_blocks();  // the barriers are initialized
-    // Without a list, only the threads that add dQ need what prepare_scheduler() writes.
-    if (!Traits::is_unlisted(buffers.list)) wait_for_previous_kernel();
+    // Without a list, only the threads that add dQ need what prepare_scheduler() writes; and if the
+    // consumers store dQ, that kernel does not run.
+    const bool stores_dq = Traits::stores_dq(buffers.list);
+    if (!Traits::is_unlisted(buffers.list) || stores_dq) wait_for_previous_kernel();
 
     // NOTE: the shuffle tells the compiler that the value is the same in all lanes.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
@@ -60,14 +62,25 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, 
       if constexpr (Traits::kIsE4m3) {
         Consumers::run(params, buffers, smem, warpgroup - 1);
       } else {
-        Consumers::run(params, smem, warpgroup - 1);
+        Consumers::run(params, buffers, smem, warpgroup - 1);
       }
+      if (stores_dq) zero_unowned_rows_of_gradients(params);
     }
     // NOTE: a block must not exit while the other block still writes to its shared memory.
     if constexpr (Traits::kIsCluster) sync_blocks();
   }
 
  private:
+  // Does what prepare_scheduler() does otherwise. Called by all consumers.
+  static HSTU_DEVICE void zero_unowned_rows_of_gradients(const BackwardParams& params) {
+    const int warp = static_cast<int>(blockIdx.x) * Traits::kConsumerWarps +
+                     static_cast<int>(threadIdx.x) / 32 - 4;
+    const int warps = static_cast<int>(gridDim.x) * Traits::kConsumerWarps;
+    zero_unowned_rows<RowsOf::kQueries>(params.batch, params.dq, params.heads, warp, warps);
+    zero_unowned_rows<RowsOf::kKeys>(params.batch, params.dk, params.heads, warp, warps);
+    zero_unowned_rows<RowsOf::kKeys>(params.batch, params.dv, params.heads, warp, warps);
+  }
+
   // Called by all threads of the block, or of the cluster.
   static HSTU_DEVICE void sync_blocks() {
     if constexpr (Traits::kIsCluster) {

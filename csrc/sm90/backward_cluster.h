@@ -49,11 +49,12 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
 
   using KeyMma = ColumnsByColumnsMma<Element, kColumns, kRows>;  // 64 keys by kColumns
 
-  static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
+  static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
+                              SharedMemory& smem, int warpgroup) {
     if (warpgroup == 0) {
-      consume<0>(params, smem);
+      consume<0>(params, buffers, smem);
     } else {
-      consume<1>(params, smem);
+      consume<1>(params, buffers, smem);
     }
   }
 
@@ -63,7 +64,8 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
   static constexpr int kTileSize = kRows * kBlockKeys;  // elements of a block's P and dS
 
   template <int kOwn>
-  static HSTU_DEVICE void consume(const BackwardParams& params, SharedMemory& smem) {
+  static HSTU_DEVICE void consume(const BackwardParams& params, const BackwardBuffers& buffers,
+                                  SharedMemory& smem) {
     constexpr bool kFindsScores = kOwn == 0;
     const float ds_factor = Traits::stores_ds(params) ? Base::full_factor(params) : 1.0f;
     const int rank = Traits::rank();
@@ -126,6 +128,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         sync_block_consumers(smem, barrier_state);  // both warpgroups have read their half
         store_p_and_ds(weights, dscores, kOwn, ds_state, smem);
         const bool is_last = tile.is_last();
+        const int first_row = tile.first_row();
         if (kStartsScoresEarly && !is_last) {
           Base::load_bias(params, kOwn, QState{q_state.count + 1}, smem, bias);
         }
@@ -169,7 +172,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         warpgroup_fence_operand(dk);
         consumer_release_in_cluster(smem.pipeline_ds, ds_state);
         sync_block_consumers(smem, barrier_state);  // all have read Q, which dQ overwrites
-        Base::store_dq(dq, kOwn, dq_state, smem);
+        Base::store_dq(params, buffers, work_tile, first_row, dq, kOwn, dq_state, smem);
         dq_state.advance();
         if (is_last) break;
         if constexpr (!kStartsScoresEarly) {

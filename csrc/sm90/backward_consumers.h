@@ -53,7 +53,8 @@ struct BackwardConsumers : Traits {
   // NOTE: where registers do not suffice, ptxas serializes the wgmmas: it waits after each of them.
   static constexpr bool kStartsScoresEarly = !(Traits::kHasRelativeBias && kHeadDim > 64);
 
-  static HSTU_DEVICE void run(const BackwardParams& params, SharedMemory& smem, int warpgroup) {
+  static HSTU_DEVICE void run(const BackwardParams& params, const BackwardBuffers& buffers,
+                              SharedMemory& smem, int warpgroup) {
     const float ds_factor = Traits::stores_ds(params) ? full_factor(params) : 1.0f;
     QState q_state;
     MaskState mask_state;
@@ -133,6 +134,7 @@ struct BackwardConsumers : Traits {
         cutlass::arch::fence_view_async_shared();  // before wgmma reads dS
         smem.pipeline_ds.producer_commit_by_warp(ds_state);
         const bool is_last = tile.is_last();
+        const int first_row = tile.first_row();
         if (kLoadsBiasEarly && !is_last) {
           load_bias(params, warpgroup, QState{q_state.count + 1}, smem, bias);
         }
@@ -160,7 +162,7 @@ struct BackwardConsumers : Traits {
           wait_for_wgmma<0>(dq);
           if (kStartsScoresEarly) warpgroup_fence_operand(scores);
           smem.pipeline_ds.consumer_release_by_warp(ds_state);
-          store_dq(dq, part, dq_state, smem);
+          store_dq(params, buffers, work_tile, first_row, dq, part, dq_state, smem);
         } else if (kStartsScoresEarly) {
           wait_for_wgmma<0>(scores);
         }
@@ -320,22 +322,49 @@ struct BackwardConsumers : Traits {
     }
   }
 
-  // Stores a part of dQ in shared memory for the thread that adds it to the accumulator.
-  static HSTU_DEVICE void store_dq(const DqPart& dq, int part, DqState state, SharedMemory& smem) {
+  // Stores a part of dQ in shared memory for the thread that adds it to the accumulator, or, if
+  // there is none, to dQ.
+  static HSTU_DEVICE void store_dq(const BackwardParams& params, const BackwardBuffers& buffers,
+                                   const WorkTile& work_tile, int first_row, DqPart& dq, int part,
+                                   DqState state, SharedMemory& smem) {
     // NOTE: with one buffer for both stages, this waits until the previous tile of dQ has been
     // added.
     if constexpr (Traits::kDqBuffers == 1) {
       smem.pipeline_dq.producer_acquire(DqState{state.count + 1});
     }
     if constexpr (Traits::kDqBuffers == 2) smem.pipeline_dq.producer_acquire(state);
-    const int thread = reload_thread_idx() % kWarpgroup;
-    float* const own = Traits::dq_tile(smem, state) + part * Dq::kPartSize + thread * 4;
+    if (Traits::stores_dq(buffers.list)) {
+      store_rows_of_dq(params, work_tile, first_row, dq, part);
+    } else {
+      const int thread = reload_thread_idx() % kWarpgroup;
+      float* const own = Traits::dq_tile(smem, state) + part * Dq::kPartSize + thread * 4;
 #pragma unroll
-    for (int n = 0; n < size(dq); n += 4) {
-      *reinterpret_cast<float4*>(own + n * kWarpgroup) = {dq(n), dq(n + 1), dq(n + 2), dq(n + 3)};
+      for (int n = 0; n < size(dq); n += 4) {
+        *reinterpret_cast<float4*>(own + n * kWarpgroup) = {dq(n), dq(n + 1), dq(n + 2), dq(n + 3)};
+      }
+      cutlass::arch::fence_view_async_shared();  // before TMA reads dQ
     }
-    cutlass::arch::fence_view_async_shared();  // before TMA reads dQ
     smem.pipeline_dq.full[state.index()].arrive();
+  }
+
+  // Rounds a part of dQ and stores it.
+  // NOTE: a sequence has more than one tile of keys where max_seqlen_k is understated. Its block
+  // takes them one after another, and adds all but the first.
+  static HSTU_DEVICE void store_rows_of_dq(const BackwardParams& params, const WorkTile& work_tile,
+                                           int first_row, DqPart& dq, int part) {
+    using Out = typename Traits::Out;
+    const float factor = factor_of_ds(params);
+#pragma unroll
+    for (int n = 0; n < size(dq); ++n) dq(n) *= factor;
+    const Sequence& sequence = work_tile.tile.sequence;
+    const int64_t begin = sequence.q_begin + first_row;
+    const int count = sequence.q_len - first_row;
+    const int column = (Traits::rank() * Dq::kWarpgroups + part) * Dq::kColumns;
+    if (work_tile.tile.index == 0) {
+      store_sum<Out, Dq::kColumns>(dq, params.dq, work_tile.head, begin, count, column);
+    } else {
+      add_sum<Out, Dq::kColumns>(dq, params.dq, work_tile.head, begin, count, column);
+    }
   }
 
   // Waits for the tile of rows at `state`.

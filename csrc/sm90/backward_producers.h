@@ -77,7 +77,7 @@ struct BackwardProducers : Traits {
         work_tile.head = exists ? smem.work_index - tile * list.work_per_tile : -1;
         if (exists) {
           work_tile.bias_head = Traits::Bias::bias_head(params, work_tile.head);
-          work_tile.tile = is_unlisted ? unlisted_tile(params, tile) : list.tiles[tile];
+          work_tile.tile = is_unlisted ? unlisted_tile(params, list, tile) : list.tiles[tile];
           const Sequence& sequence = work_tile.tile.sequence;
           work_tile.map.count = ceil_div(sequence.q_len, kRows);
           work_tile.first_row_tile =
@@ -94,6 +94,10 @@ struct BackwardProducers : Traits {
         work_tile.map.fill(work_tile.map.count, lane, 32,
                            [&](int m) { return classify(params, buffers, work_tile, m); });
         __syncwarp();
+        if (Traits::stores_dq(list) && work_tile.tile.index == 0) {
+          work_tile.map.include_empty(lane);  // dQ of each row must be stored
+          __syncwarp();
+        }
         if (lane == 0) {
           work_tile.last_row_tile = kIsDeterministic ? work_tile.map.first() : work_tile.map.last();
         }
@@ -131,12 +135,14 @@ struct BackwardProducers : Traits {
 
   // Returns tile `number` of keys where there is no list: the first tiles of all sequences, which
   // most rows of a causal sequence see, then the second ones, and so on. It has no keys if the
-  // sequence has fewer tiles.
-  static HSTU_DEVICE SequenceTile unlisted_tile(const BackwardParams& params, int number) {
+  // sequence has fewer tiles, unless dQ of its rows must be stored.
+  static HSTU_DEVICE SequenceTile unlisted_tile(const BackwardParams& params, const WorkList& list,
+                                                int number) {
     int n = 0;
     for (; number >= params.batch.batch; number -= params.batch.batch) ++n;
     const Sequence sequence = load_sequence(params.batch, number);
-    return n * kKeys < sequence.k_len ? SequenceTile{sequence, number, n} : SequenceTile{};
+    const bool exists = n * kKeys < sequence.k_len || Traits::stores_dq(list);
+    return exists ? SequenceTile{sequence, number, n} : SequenceTile{};
   }
 
   // Returns the index of the block's work tile after `work_tile`, which has the index `index`,
@@ -351,6 +357,7 @@ struct BackwardProducers : Traits {
   static HSTU_DEVICE void add_dq(const BackwardParams& params, const typename Traits::Maps& maps,
                                  const BackwardBuffers& buffers, SharedMemory& smem, int stage) {
     DqState state;
+    const bool adds = !Traits::stores_dq(buffers.list);
     if (Traits::is_unlisted(buffers.list)) wait_for_previous_kernel();  // it zeroes the sums
     for_each_row_tile(smem, [&](const WorkTile& work_tile, int m, int) {
       if (state.index() != stage) {
@@ -374,7 +381,7 @@ struct BackwardProducers : Traits {
       if constexpr (Traits::kIsE4m3) {
         ptx::bulk_reduce_add_bf16<Dq::kBlockSize * 2>(
             tile, static_cast<char*>(static_cast<void*>(buffers.dq)) + 2 * offset);
-      } else {
+      } else if (adds) {
         ptx::bulk_reduce_add<Dq::kBlockSize * sizeof(float)>(tile, buffers.dq + offset);
       }
       cute::tma_store_arrive();

@@ -103,7 +103,7 @@ struct BackwardTraits {
   static constexpr int kConsumers = 2;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kRows = kBackwardRows;
-  static constexpr int kKeys = (kSharesKeys ? 1 : kConsumers) * kWarpgroupRows;
+  static constexpr int kKeys = kSharesKeys ? kWarpgroupRows : kBackwardKeys;
   static constexpr int kClusterSize = kIsCluster ? 2 : 1;
   // Keys of one block. In a cluster, the block of rank r has group r of 64 keys.
   static constexpr int kBlockKeys = kKeys / kClusterSize;
@@ -118,8 +118,8 @@ struct BackwardTraits {
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
 
-  // There is no list of work tiles if each block has at most kUnlistedRounds of them, unless the
-  // mask is given row by row: see WorkList::sequence_tiles.
+  // There is no list of work tiles if each block has at most kUnlistedRounds of them, or if no
+  // sequence has more than one, unless the mask is given row by row: see WorkList::sequence_tiles.
   static constexpr bool kMayBeUnlisted = !kHasBias && !kIsDeterministic && !kIsE4m3;
   static constexpr int kUnlistedRounds = 2;
 
@@ -306,6 +306,12 @@ struct BackwardTraits {
   // True if there is no list of work tiles.
   static HSTU_DEVICE bool is_unlisted(const WorkList& list) {
     return kMayBeUnlisted && list.sequence_tiles > 0;
+  }
+
+  // True if no sequence has more than one tile of keys: then dQ of a row is complete after a step
+  // and is stored to dQ, without sums in device memory.
+  static HSTU_DEVICE bool stores_dq(const WorkList& list) {
+    return kMayBeUnlisted && list.sequence_tiles == 1;
   }
 
   // The block's rank in its cluster.

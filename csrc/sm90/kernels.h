@@ -77,6 +77,19 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
   return unsupported_reason(device, params);
 }
 
+// True if the backward can find its work tiles without a list, which takes time to make; see
+// WorkList::sequence_tiles.
+inline bool can_be_unlisted(const BackwardParams& params, const CudaLaunch& launch) {
+  return !params.rab.data && !params.relative_bias && !launch.deterministic &&
+         !is_given_by_row(params.mask);
+}
+
+// True if no sequence has more than one tile of keys: then dQ of a row is complete after a step,
+// and the backward stores it without sums in device memory.
+inline bool stores_dq(const BackwardParams& params, const CudaLaunch& launch) {
+  return can_be_unlisted(params, launch) && params.batch.max_seqlen_k <= kBackwardKeys;
+}
+
 // Returns the layout of a copy of `bias` that a tensor map can describe. A stride of 0 (heads or
 // sequences share a bias) stays 0.
 inline DenseBias aligned_copy(const DenseBias& bias) {

@@ -36,7 +36,7 @@ struct BackwardLauncher {
       prepare_relative_bias(with_prepared_bias(params, plan.prepared_bias).relative_bias,
                             params.batch, launch);
     }
-    prepare_scheduler(prepared, launch);
+    if (!plan.stores_dq) prepare_scheduler(prepared, launch);
 
     if (params.relative_bias) {
       const BackwardParams prepared_params = with_prepared_bias(params, plan.prepared_bias);
@@ -61,6 +61,7 @@ struct BackwardLauncher {
     int64_t dq_tiles;     // row tiles * heads
     int64_t zeros_begin;  // [zeros_begin, zeros_end) bytes must be zeroed
     int64_t zeros_end;
+    bool stores_dq;  // there are no sums of dQ, see BackwardTraits::stores_dq()
 
     Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory) : workspace(memory) {
       const BatchParams& batch = params.batch;
@@ -74,12 +75,13 @@ struct BackwardLauncher {
             workspace.take_summaries(params.mask, batch, params.heads, Form::kRows);
       }
       buffers.list.work_per_tile = params.heads;
+      stores_dq = sequence_tiles == 1;
       const int64_t row_tiles = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
       dq_tiles = row_tiles * params.heads;
       const bool is_ordered = launch.deterministic;
       buffers.dq_writers = is_ordered ? workspace.take<TileSpans>(row_tiles) : nullptr;
       zeros_begin = workspace.used();
-      buffers.dq = workspace.take<float>(dq_tiles * Form::Dq::kSize);
+      buffers.dq = stores_dq ? nullptr : workspace.take<float>(dq_tiles * Form::Dq::kSize);
       buffers.dq_semaphore =
           is_ordered ? workspace.take<int>(dq_tiles * Form::kClusterSize) : nullptr;
       buffers.sums = take_table_sums(workspace, params);
@@ -91,13 +93,10 @@ struct BackwardLauncher {
     }
   };
 
-  // Returns how many tiles of keys each sequence may have where there is no list of work tiles,
-  // which takes time to make; 0 if there is a list.
+  // Returns how many tiles of keys each sequence may have where there is no list of work tiles; 0
+  // if there is one.
   static int unlisted_tiles(const BackwardParams& params, const CudaLaunch& launch) {
-    if (params.rab.data || params.relative_bias || launch.deterministic ||
-        is_given_by_row(params.mask)) {
-      return 0;
-    }
+    if (!can_be_unlisted(params, launch)) return 0;
     const BatchParams& batch = params.batch;
     const int tiles = ceil_div(batch.max_seqlen_k, Form::kKeys);
     const int64_t possible = int64_t{tiles} * batch.batch * params.heads;
@@ -106,7 +105,8 @@ struct BackwardLauncher {
     const int64_t resident = resident_blocks<Form>(launch) / Form::kClusterSize;
     // Otherwise one block could have two work tiles, and another none.
     const bool is_even = work_tiles > resident || possible <= resident;
-    return is_even && possible <= Form::kUnlistedRounds * resident ? tiles : 0;
+    const int64_t most = tiles == 1 ? INT32_MAX - resident : Form::kUnlistedRounds * resident;
+    return is_even && possible <= most ? tiles : 0;
   }
 
   // True if the backward cannot store its dS as the gradient of the bias; see bias_gradient.h.
@@ -137,6 +137,7 @@ struct BackwardLauncher {
                                  persistent_blocks<Gradient>(launch, tiles), "gradient of the bias",
                                  params, maps, plan.buffers.list);
     }
+    if (plan.stores_dq) return;
     const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
     using Unbiased = std::conditional_t<Bias::kIsRelative, NoScoreBias, Bias>;
     launch_kernel(convert_dq<Kernel<Unbiased, false>>, per_tile, launch, "dq of the backward", own,

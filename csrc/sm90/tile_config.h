@@ -220,6 +220,7 @@ constexpr int kKeysToMakeList = 384;
 // Rows of a step of the backward: a warpgroup that holds dK and dV of 64 keys has no registers for
 // S and dP of more rows.
 constexpr int kBackwardRows = 64;
+constexpr int kBackwardKeys = 128;  // of a tile of keys in 16 bits
 
 // In e4m3, the rows after which dK and dV are added to totals in fp32: see promotion.h. With half
 // as many the backward takes some percent longer.
