@@ -30,10 +30,10 @@ HSTU_DEVICE void red_add_release(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Adds two numbers of a 16-bit type, each rounded.
-template <typename Element>
-HSTU_DEVICE void red_add_pair(Element* address, uint32_t pair) {
-  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+// Adds two numbers in 16 bits, each rounded.
+template <bool kIsBFloat16>
+HSTU_DEVICE void red_add_pair(void* address, uint32_t pair) {
+  if constexpr (kIsBFloat16) {
     asm volatile("red.global.add.noftz.bf16x2 [%0], %1;" ::"l"(address), "r"(pair) : "memory");
   } else {
     asm volatile("red.global.add.noftz.f16x2 [%0], %1;" ::"l"(address), "r"(pair) : "memory");

@@ -10,6 +10,9 @@
 //   dK, dV              keys r x columns r              keys 1 - r x columns r
 //   dQ                  64 rows x 1st half of columns r 64 rows x 2nd half of columns r
 //
+// At head dim 192, warpgroup 0 has two thirds of the columns of dQ, because a wgmma operand begins
+// with a panel of 32 columns.
+//
 // One product of 64 x 64 per warpgroup reads less shared memory than two of 64 x 32 would.
 #pragma once
 
@@ -39,6 +42,15 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
   using typename Base::WorkTile;
   using DqMma = typename Base::DqMma;
   using Dq = typename Traits::Dq;
+  // The part of dQ of a warpgroup.
+  template <int kOwn>
+  struct DqOf {
+    static constexpr int kParts = kOwn == 0 ? Dq::kPartsOfBlock - 1 : 1;
+    static constexpr int kFirst = kOwn == 0 ? 0 : Dq::kPartsOfBlock - 1;  // of the block's parts
+    static constexpr int kColumns = kParts * Dq::kColumns;
+    using Mma = RowsByColumnsMma<Element, kColumns, Traits::kBlockKeys>;
+    using Part = decltype(partition_fragment_C(Mma{}, Shape<Int<kWarpgroupRows>, Int<kColumns>>{}));
+  };
   using Base::kStartsScoresEarly;
   using Traits::kBlockKeys;
   using Traits::kColumns;
@@ -137,21 +149,21 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         // dV += P^T dO, dK += dS^T Q and dQ = dS K: products with this block's P and dS start
         // first, products with the other block's P and dS when these have arrived.
         Element* const ds = smem.ds[0];
-        DqPart dq;
+        typename DqOf<kOwn>::Part dq;
         const auto start_keys = [&] {
           start_key_product(smem.p + key_group * kTileSize, dout, rank, dv, scale);
           start_key_product(ds + key_group * kTileSize, q, rank, dk, scale);
         };
         smem.pipeline_ds.consumer_wait(ds_state);
         if constexpr (kFindsScores) start_keys();
-        Base::start_dq(ds + rank * kTileSize, smem.k, rank * Dq::kWarpgroups + kOwn, dq);
+        start_dq<kOwn>(ds + rank * kTileSize, smem.k, rank * kColumns, dq, GMMA::ScaleOut::Zero);
         if constexpr (kFindsScores) {
           wait_for_wgmma<2>(dv);
           smem.pipeline_dout.consumer_release_by_warp(dout_state);
         }
         smem.pipeline_other_ds.consumer_wait(ds_state);
         if constexpr (!kFindsScores) start_keys();
-        start_dq_of_other_keys(ds + (rank ^ 1) * kTileSize, smem.other_k, kOwn, dq);
+        start_dq<kOwn>(ds + (rank ^ 1) * kTileSize, smem.other_k, 0, dq, GMMA::ScaleOut::One);
         if constexpr (!kFindsScores) {
           wait_for_wgmma<2>(dv);
           smem.pipeline_dout.consumer_release_by_warp(dout_state);
@@ -172,7 +184,8 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         warpgroup_fence_operand(dk);
         consumer_release_in_cluster(smem.pipeline_ds, ds_state);
         sync_block_consumers(smem, barrier_state);  // all have read Q, which dQ overwrites
-        Base::store_dq(params, buffers, work_tile, first_row, dq, kOwn, dq_state, smem);
+        Base::store_dq(params, buffers, work_tile, first_row, dq, DqOf<kOwn>::kFirst, dq_state,
+                       smem);
         dq_state.advance();
         if (is_last) break;
         if constexpr (!kStartsScoresEarly) {
@@ -196,18 +209,20 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
   // Starts sum = scale * sum + weights^T rows, for 64 keys and the block's columns.
   static HSTU_DEVICE void start_key_product(Element* weights, Element* rows, int rank, KeySum& sum,
                                             GMMA::ScaleOut scale) {
-    const auto columns = local_tile(transposed_tensor<kRows, kHeadDim>(rows),
+    const auto columns = local_tile(transposed_tensor<kRows, kHeadDim, Traits::kIsNarrow>(rows),
                                     Shape<Int<kColumns>, Int<kRows>>{}, make_coord(rank, _0{}));
     start_gemm(KeyMma{}, transposed_tensor<kRows, kBlockKeys>(weights), columns, sum, scale);
   }
 
-  // Starts dQ += dS K for the other block's keys.
-  static HSTU_DEVICE void start_dq_of_other_keys(Element* ds, Element* other_k, int part,
-                                                 DqPart& dq) {
-    const auto columns =
-        local_tile(transposed_tensor<kBlockKeys, kColumns>(other_k),
-                   Shape<Int<Dq::kColumns>, Int<kBlockKeys>>{}, make_coord(part, _0{}));
-    start_gemm(DqMma{}, rows_tensor<kRows, kBlockKeys>(ds), columns, dq, GMMA::ScaleOut::One);
+  // Starts dQ = scale * dQ + dS K for 64 keys. The block's columns of `k` begin at `first_column`.
+  template <int kOwn>
+  static HSTU_DEVICE void start_dq(Element* ds, Element* k, int first_column,
+                                   typename DqOf<kOwn>::Part& dq, GMMA::ScaleOut scale) {
+    using Own = DqOf<kOwn>;
+    // NOTE: panels of columns follow each other in memory.
+    Element* const own = k + (first_column + Own::kFirst * Dq::kColumns) * kBlockKeys;
+    const auto columns = transposed_tensor<kBlockKeys, Own::kColumns, Traits::kIsNarrow>(own);
+    start_gemm(typename Own::Mma{}, rows_tensor<kRows, kBlockKeys>(ds), columns, dq, scale);
   }
 
   // One warpgroup has S, the other dP, each for all rows of the step. A warpgroup keeps half kOwn

@@ -228,9 +228,10 @@ struct BackwardConsumers : Traits {
   static HSTU_DEVICE void start_product(Element* keys, Element* rows, int key_group,
                                         Product& product, GMMA::ScaleOut scale) {
     const auto own_keys =
-        local_tile(rows_tensor<kBlockKeys, kHeadDim>(keys),
+        local_tile(rows_tensor<kBlockKeys, kHeadDim, Traits::kIsNarrow>(keys),
                    Shape<Int<kWarpgroupRows>, Int<kHeadDim>>{}, make_coord(key_group, _0{}));
-    start_gemm(ScoreMma{}, own_keys, rows_tensor<kRows, kHeadDim>(rows), product, scale);
+    start_gemm(ScoreMma{}, own_keys, rows_tensor<kRows, kHeadDim, Traits::kIsNarrow>(rows), product,
+               scale);
   }
 
   // Starts part `part` of dQ = dS K, for the block's keys.
@@ -324,8 +325,9 @@ struct BackwardConsumers : Traits {
 
   // Stores a part of dQ in shared memory for the thread that adds it to the accumulator, or, if
   // there is none, to dQ.
+  template <typename Part>
   static HSTU_DEVICE void store_dq(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   const WorkTile& work_tile, int first_row, DqPart& dq, int part,
+                                   const WorkTile& work_tile, int first_row, Part& dq, int part,
                                    DqState state, SharedMemory& smem) {
     // NOTE: with one buffer for both stages, this waits until the previous tile of dQ has been
     // added.
@@ -350,20 +352,22 @@ struct BackwardConsumers : Traits {
   // Rounds a part of dQ and stores it.
   // NOTE: a sequence has more than one tile of keys where max_seqlen_k is understated. Its block
   // takes them one after another, and adds all but the first.
+  template <typename Part>
   static HSTU_DEVICE void store_rows_of_dq(const BackwardParams& params, const WorkTile& work_tile,
-                                           int first_row, DqPart& dq, int part) {
+                                           int first_row, Part& dq, int part) {
     using Out = typename Traits::Out;
+    constexpr int kDqColumns = decltype(size(dq))::value * 2;  // of 64 rows, by 128 threads
     const float factor = factor_of_ds(params);
 #pragma unroll
     for (int n = 0; n < size(dq); ++n) dq(n) *= factor;
     const Sequence& sequence = work_tile.tile.sequence;
     const int64_t begin = sequence.q_begin + first_row;
     const int count = sequence.q_len - first_row;
-    const int column = (Traits::rank() * Dq::kWarpgroups + part) * Dq::kColumns;
+    const int column = (Traits::rank() * Dq::kPartsOfBlock + part) * Dq::kColumns;
     if (work_tile.tile.index == 0) {
-      store_sum<Out, Dq::kColumns>(dq, params.dq, work_tile.head, begin, count, column);
+      store_sum<Out, kDqColumns>(dq, params.dq, work_tile.head, begin, count, column);
     } else {
-      add_sum<Out, Dq::kColumns>(dq, params.dq, work_tile.head, begin, count, column);
+      add_sum<Out, kDqColumns>(dq, params.dq, work_tile.head, begin, count, column);
     }
   }
 
@@ -400,7 +404,7 @@ struct BackwardConsumers : Traits {
   static HSTU_DEVICE void scale_rows(const BackwardParams& params, const WorkTile& work_tile,
                                      RowTile tile, Element* dout) {
     constexpr int kThreadsOfRow = kConsumers * kWarpgroup / kRows;
-    constexpr int kPanel = kHeadDim < 64 ? kHeadDim : 64;
+    constexpr int kPanel = sm90::kPanel<kHeadDim, sizeof(Element), Traits::kIsNarrow>;
     const int thread = reload_thread_idx() - kWarpgroup;
     const int own = thread / kThreadsOfRow;
     const Sequence& sequence = work_tile.tile.sequence;

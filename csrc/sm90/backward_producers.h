@@ -178,8 +178,11 @@ struct BackwardProducers : Traits {
     constexpr int kOthers =
         kIsCluster ? kBlockKeys * kColumns : (Traits::kIsE4m3 ? kBlockKeys * kHeadDim : 0);
     barrier.arrive_and_expect_tx((2 * kBlockKeys * kHeadDim + kOthers) * sizeof(Element));
-    start_copy_rows<kBlockKeys, kHeadDim>(maps.k, rows, first, smem.k, barrier);
-    start_copy_rows<kBlockKeys, kHeadDim>(maps.v, rows, first, smem.v, barrier);
+    constexpr bool kIsNarrow = Traits::kIsNarrow;
+    start_copy_rows<kBlockKeys, kHeadDim, kBlockKeys, kIsNarrow>(maps.k, rows, first, smem.k,
+                                                                 barrier);
+    start_copy_rows<kBlockKeys, kHeadDim, kBlockKeys, kIsNarrow>(maps.v, rows, first, smem.v,
+                                                                 barrier);
     if constexpr (Traits::kIsE4m3) {
       copy_columns(maps.k_columns, sequence.k_begin, work_tile, first, smem.k_columns, barrier);
     }
@@ -281,9 +284,9 @@ struct BackwardProducers : Traits {
           copy_columns(maps.dout_columns, work_tile.tile.sequence.q_begin, work_tile, first,
                        smem.dout_columns[dout_state.index()], full);
         }
-        copy_rows<kRows, kHeadDim>(maps.dout, rows_of(work_tile), first,
-                                   smem.dout[dout_state.index()],
-                                   smem.pipeline_dout.full[dout_state.index()]);
+        copy_rows<kRows, kHeadDim, kRows, Traits::kIsNarrow>(
+            maps.dout, rows_of(work_tile), first, smem.dout[dout_state.index()],
+            smem.pipeline_dout.full[dout_state.index()]);
       };
       auto& q_full = smem.pipeline_q.full[stage];
       smem.pipeline_q.producer_acquire(state);
@@ -291,7 +294,8 @@ struct BackwardProducers : Traits {
         smem.row_tiles[stage] = {first | (is_partial ? RowTile::kPartial : 0) |
                                  (next < 0 ? RowTile::kLast : 0)};
         q_full.expect_transaction(kRows * kHeadDim * sizeof(Element));
-        start_copy_rows<kRows, kHeadDim>(maps.q, rows_of(work_tile), first, smem.q[stage], q_full);
+        start_copy_rows<kRows, kHeadDim, kRows, Traits::kIsNarrow>(maps.q, rows_of(work_tile), first,
+                                                                   smem.q[stage], q_full);
         if constexpr (Traits::kIsE4m3) {
           q_full.expect_transaction(kRows * kHeadDim);
           copy_columns(maps.q_columns, work_tile.tile.sequence.q_begin, work_tile, first,

@@ -58,21 +58,26 @@ enum class DqPartition {
 };
 
 constexpr DqPartition dq_partition_of(int head_dim, bool is_e4m3) {
-  if (head_dim <= 64) return DqPartition::kAlternateSteps;
+  if (head_dim <= 96 && !is_e4m3) return DqPartition::kAlternateSteps;
   if (head_dim <= 128) return DqPartition::kColumnHalves;
   return is_e4m3 ? DqPartition::kSharedKeys : DqPartition::kCluster;
 }
 
-// A tile of dQ, which consists of kParts groups of columns. A warpgroup stores one part in
-// the order of its registers: 16 bytes of each thread, then the next 16.
+// A tile of dQ, which consists of kParts groups of columns. A warpgroup stores a part in the order
+// of its registers: 16 bytes of each thread, then the next 16. At head dim 192, a block of a cluster
+// has three parts, two of which its first warpgroup computes.
 template <int kRows, int kHeadDim, DqPartition kDqPartition>
 struct DqTile {
   // Warpgroups of a block that compute the dQ of one step.
   static constexpr int kWarpgroups = kDqPartition == DqPartition::kAlternateSteps ? 1 : 2;
-  static constexpr int kParts = kWarpgroups * (kDqPartition == DqPartition::kCluster ? 2 : 1);
+  static constexpr bool kIsCluster = kDqPartition == DqPartition::kCluster;
+  static constexpr int kPartsOfBlock = kIsCluster && kHeadDim % 128 != 0 ? 3 : kWarpgroups;
+  static constexpr int kParts = kPartsOfBlock * (kIsCluster ? 2 : 1);
+  // Warpgroups of all blocks that compute the dQ of one step.
+  static constexpr int kAllWarpgroups = kWarpgroups * (kIsCluster ? 2 : 1);
   static constexpr int kColumns = kHeadDim / kParts;  // columns of a part
   static constexpr int kPartSize = kRows * kColumns;
-  static constexpr int kBlockSize = kPartSize * kWarpgroups;
+  static constexpr int kBlockSize = kPartSize * kPartsOfBlock;
   static constexpr int kSize = kPartSize * kParts;
   static_assert(kRows == kWarpgroupRows);
 };
@@ -100,6 +105,8 @@ struct BackwardTraits {
   static constexpr DqPartition kDqPartition = dq_partition_of(kHeadDim, kIsE4m3);
   static constexpr bool kIsCluster = kDqPartition == DqPartition::kCluster;
   static constexpr bool kSharesKeys = kDqPartition == DqPartition::kSharedKeys;
+  // The blocks of a cluster have 96 columns each, a multiple of narrow panels.
+  static constexpr bool kIsNarrow = kIsCluster && kHeadDim % 128 != 0;
   static constexpr int kConsumers = 2;
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kRows = kBackwardRows;
@@ -126,8 +133,7 @@ struct BackwardTraits {
   // If true, the producer warp that copies Q and dO also computes which keys their rows see.
   // Otherwise each consumer warpgroup does, which has the registers only while no wgmma runs. The
   // producer needs up to 88 registers for this, which larger head dims cannot spare.
-  static constexpr bool kProducerFindsMask =
-      kDqPartition == DqPartition::kAlternateSteps && !kHasRelativeBias;
+  static constexpr bool kProducerFindsMask = kHeadDim <= 64 && !kIsE4m3 && !kHasRelativeBias;
   static constexpr Registers kRegisters = kHasRelativeBias
                                               ? backward_registers_with_bias(kHeadDim, kHasTimeBias)
                                               : backward_registers(kProducerFindsMask);
@@ -255,7 +261,7 @@ struct BackwardTraits {
                             /*producers=*/kBiasArrivals ? kBiasArrivals : 1);
     // Readers of dS: the 4 warps of each warpgroup that computes a part of dQ, the thread that
     // TMA-stores dS as drab, and the warps that sum it for the tables of a relative bias.
-    smem.pipeline_ds.init(/*consumers=*/Dq::kParts * 4 * kArrivalsOfWarp +
+    smem.pipeline_ds.init(/*consumers=*/Dq::kAllWarpgroups * 4 * kArrivalsOfWarp +
                               (stores_ds(params) ? 1 : 0) + kBiasArrivals,
                           /*producers=*/kConsumerArrivals);
     smem.pipeline_work_index.init(/*consumers=*/1);

@@ -11,6 +11,7 @@
 
 namespace hstu::sm90 {
 
+// kHeadDim is the number of columns of tiles.
 template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
   template <typename Bias, bool kIsDeterministic>
@@ -38,7 +39,9 @@ struct BackwardLauncher {
     }
     if (!plan.stores_dq) prepare_scheduler(prepared, launch);
 
-    if (params.relative_bias) {
+    if constexpr (!kAllowsBias) {
+      run_form<NoScoreBias>(params, launch, plan);
+    } else if (params.relative_bias) {
       const BackwardParams prepared_params = with_prepared_bias(params, plan.prepared_bias);
       if (params.relative_bias.time.data) {
         run_form<RelativeScoreBias>(prepared_params, launch, plan);
@@ -50,6 +53,12 @@ struct BackwardLauncher {
     } else {
       run_form<NoScoreBias>(params, launch, plan);
     }
+  }
+
+  static constexpr bool kAllowsBias = kHeadDim != 96 && kHeadDim != 192;
+  static bool takes(const BackwardParams& params) {
+    return !params.rab.data && !params.relative_bias && params.q.head_dim <= kHeadDim &&
+           params.v.head_dim <= kHeadDim;
   }
 
  private:
@@ -130,12 +139,14 @@ struct BackwardLauncher {
     bool_switch(launch.deterministic, [&](auto is_deterministic) {
       run_kernel<Kernel<Bias, is_deterministic>>(own, launch, maps, plan.buffers);
     });
-    if (Bias::kHasTiles && needs_own_kernel(params)) {
-      using Gradient = BiasGradient<kHeadDim, ElementOf<kDType>>;
-      const int64_t tiles = Gradient::tiles(params.drab, params.batch.batch);
-      launch_attention<Gradient>(run_bias_gradient<Gradient>, launch,
-                                 persistent_blocks<Gradient>(launch, tiles), "gradient of the bias",
-                                 params, maps, plan.buffers.list);
+    if constexpr (Bias::kHasTiles) {
+      if (needs_own_kernel(params)) {
+        using Gradient = BiasGradient<kHeadDim, ElementOf<kDType>>;
+        const int64_t tiles = Gradient::tiles(params.drab, params.batch.batch);
+        launch_attention<Gradient>(run_bias_gradient<Gradient>, launch,
+                                   persistent_blocks<Gradient>(launch, tiles),
+                                   "gradient of the bias", params, maps, plan.buffers.list);
+      }
     }
     if (plan.stores_dq) return;
     const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
@@ -151,10 +162,13 @@ struct BackwardLauncher {
     const int heads = params.heads;
     const int batch = params.batch.batch;
     BackwardMaps maps = {};
-    maps.q = make_ragged_map<kHeadDim>(params.q, heads, Form::kRows, kDType);
-    maps.k = make_ragged_map<kHeadDim>(params.k, heads, Form::kBlockKeys, kDType);
-    maps.v = make_ragged_map<kHeadDim>(params.v, heads, Form::kBlockKeys, kDType);
-    maps.dout = make_ragged_map<kHeadDim>(params.dout, heads, Form::kRows, kDType);
+    const auto map = [&](const PackedTensor& tensor, int rows) {
+      return make_ragged_map<kHeadDim, Form::kIsNarrow>(tensor, heads, rows, kDType);
+    };
+    maps.q = map(params.q, Form::kRows);
+    maps.k = map(params.k, Form::kBlockKeys);
+    maps.v = map(params.v, Form::kBlockKeys);
+    maps.dout = map(params.dout, Form::kRows);
     if (params.rab.data) maps.bias = make_bias_map(params.rab, batch);
     if (params.drab.data) maps.bias_gradient = make_bias_map(params.drab, batch);
     return maps;
@@ -170,9 +184,31 @@ struct BackwardLauncher {
   }
 };
 
+// Calls without a bias have tiles of 96 and 192 columns, too.
+template <int kHeadDim, DType kDType>
+struct ChosenBackwardLauncher {
+  using Usual = BackwardLauncher<kHeadDim, kDType>;
+  static constexpr bool kHasNarrow = kHeadDim >= 128;
+  using Narrow = BackwardLauncher<kHeadDim / 4 * 3, kDType>;
+
+  static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
+    if constexpr (kHasNarrow) {
+      if (Narrow::takes(params)) return Narrow::workspace_bytes(params, launch);
+    }
+    return Usual::workspace_bytes(params, launch);
+  }
+
+  static void run(const BackwardParams& params, const CudaLaunch& launch) {
+    if constexpr (kHasNarrow) {
+      if (Narrow::takes(params)) return Narrow::run(params, launch);
+    }
+    Usual::run(params, launch);
+  }
+};
+
 template <int kHeadDim, DType kDType>
 BackwardKernel backward() {
-  using Launcher = BackwardLauncher<kHeadDim, kDType>;
+  using Launcher = ChosenBackwardLauncher<kHeadDim, kDType>;
   return {Launcher::workspace_bytes, Launcher::run, true};
 }
 

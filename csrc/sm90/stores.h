@@ -70,7 +70,8 @@ HSTU_DEVICE void add_sum(const Sum& sum, const PackedTensor& tensor, int head, i
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
       const uint32_t word = m == 0 ? words(2 * n) : words(2 * n + 1);
-      if (column + n * 8 < tensor.head_dim) ptx::red_add_pair<Element>(to + n * 8, word);
+      constexpr bool kIsBFloat16 = std::is_same_v<Element, cutlass::bfloat16_t>;
+      if (column + n * 8 < tensor.head_dim) ptx::red_add_pair<kIsBFloat16>(to + n * 8, word);
     }
   }
 }

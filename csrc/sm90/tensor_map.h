@@ -32,9 +32,11 @@
 
 namespace hstu::sm90 {
 
-// Columns of one copy: the 128 bytes that the widest swizzle spans, or 64 if rows are no multiple.
-template <int kHeadDim, int kElementBytes = 2>
-constexpr int kPanel = (kHeadDim * kElementBytes % 128 == 0 ? 128 : 64) / kElementBytes;
+// Columns of one copy: the 128 bytes that the widest swizzle spans, or 64 if rows are no multiple,
+// or if the panels are to be narrow.
+template <int kHeadDim, int kElementBytes = 2, bool kIsNarrow = false>
+constexpr int kPanel =
+    (kHeadDim * kElementBytes % 128 == 0 && !kIsNarrow ? 128 : 64) / kElementBytes;
 
 // NOTE: the CUDA runtime looks the function up, so that nothing links against libcuda.
 inline auto tensor_map_encoder() {
@@ -103,11 +105,11 @@ inline CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int bo
 }
 
 // Makes a map of a tensor in 16 bits or e4m3.
-template <int kHeadDim>
+template <int kHeadDim, bool kIsNarrow = false>
 CUtensorMap make_ragged_map(const PackedTensor& tensor, int heads, int box_rows, DType dtype) {
   const bool is_e4m3 = dtype == DType::kFloat8E4M3;
   const int element_bytes = is_e4m3 ? 1 : 2;
-  const int columns = is_e4m3 ? kPanel<kHeadDim, 1> : kPanel<kHeadDim>;
+  const int columns = is_e4m3 ? kPanel<kHeadDim, 1, kIsNarrow> : kPanel<kHeadDim, 2, kIsNarrow>;
   return make_ragged_map(
       tensor, heads, box_rows, columns, map_type(dtype), element_bytes,
       columns * element_bytes < 128 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
@@ -160,7 +162,8 @@ struct RaggedRows {
 // and kHeadDim columns from `first_column` on. `offset` is the element of shared memory where the
 // box begins: kBoxRows rows are stored at a time, one panel after another. The other arguments are
 // the coordinates of the box.
-template <int kRows, int kHeadDim, int kBoxRows, int kElementBytes, typename Visit>
+template <int kRows, int kHeadDim, int kBoxRows, int kElementBytes, bool kIsNarrow = false,
+          typename Visit>
 __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, int first_column,
                                              Visit visit) {
   const int far = kRaggedRows;
@@ -169,7 +172,7 @@ __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, 
 #pragma unroll
   for (int box = 0; box < kRows; box += kBoxRows) {
 #pragma unroll
-    for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim, kElementBytes>) {
+    for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim, kElementBytes, kIsNarrow>) {
       visit(box * kHeadDim + column * kBoxRows, first_column + column, row + box, rows.head, end,
             far);
     }
@@ -178,12 +181,12 @@ __device__ __forceinline__ void for_each_box(const RaggedRows& rows, int first, 
 
 // Starts copying kRows rows from row `first` on to shared memory. Called by one thread, after
 // arrive_and_expect_tx() on `barrier`.
-template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
+template <int kRows, int kHeadDim, int kBoxRows = kRows, bool kIsNarrow = false, typename Element>
 __device__ __forceinline__ void start_copy_rows(const CUtensorMap& map, const RaggedRows& rows,
                                                 int first, Element* to,
                                                 cutlass::arch::ClusterTransactionBarrier& barrier,
                                                 int first_column = 0) {
-  for_each_box<kRows, kHeadDim, kBoxRows, sizeof(Element)>(
+  for_each_box<kRows, kHeadDim, kBoxRows, sizeof(Element), kIsNarrow>(
       rows, first, first_column, [&](int offset, auto... coordinates) {
         cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier),
                                      static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
@@ -192,12 +195,12 @@ __device__ __forceinline__ void start_copy_rows(const CUtensorMap& map, const Ra
 }
 
 // start_copy_rows() after arrive_and_expect_tx() on `barrier`.
-template <int kRows, int kHeadDim, int kBoxRows = kRows, typename Element>
+template <int kRows, int kHeadDim, int kBoxRows = kRows, bool kIsNarrow = false, typename Element>
 __device__ __forceinline__ void copy_rows(const CUtensorMap& map, const RaggedRows& rows, int first,
                                           Element* to,
                                           cutlass::arch::ClusterTransactionBarrier& barrier) {
   barrier.arrive_and_expect_tx(kRows * kHeadDim * sizeof(Element));
-  start_copy_rows<kRows, kHeadDim, kBoxRows>(map, rows, first, to, barrier);
+  start_copy_rows<kRows, kHeadDim, kBoxRows, kIsNarrow>(map, rows, first, to, barrier);
 }
 
 // Starts copying kRows rows and kKeys columns of a bias, 64 rows at a time in panels of 64 columns.

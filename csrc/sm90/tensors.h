@@ -14,26 +14,26 @@ using namespace cute;
 
 // kTiles tiles of rows_tensor() that follow each other, as the stages of a pipeline do. The last
 // mode is the tile.
-template <int kTiles, int kRows, int kHeadDim, typename Element>
+template <int kTiles, int kRows, int kHeadDim, bool kIsNarrow = false, typename Element>
 HSTU_DEVICE auto rows_tensors(Element* data) {
-  using Atom =
-      std::conditional_t<kHeadDim * sizeof(Element) % 128 != 0, GMMA::Layout_K_SW64_Atom<Element>,
-                         GMMA::Layout_K_SW128_Atom<Element>>;
+  constexpr int kBytes = kPanel<kHeadDim, sizeof(Element), kIsNarrow> * sizeof(Element);
+  using Atom = std::conditional_t<kBytes == 64, GMMA::Layout_K_SW64_Atom<Element>,
+                                  GMMA::Layout_K_SW128_Atom<Element>>;
   return make_tensor(make_smem_ptr(data),
                      tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kHeadDim>, Int<kTiles>>{}));
 }
 
 // A tile of kRows rows of kHeadDim elements as copy_rows() writes it: swizzled panels of 128
 // or 64 bytes of each row.
-template <int kRows, int kHeadDim, typename Element>
+template <int kRows, int kHeadDim, bool kIsNarrow = false, typename Element>
 HSTU_DEVICE auto rows_tensor(Element* data) {
-  return rows_tensors<1, kRows, kHeadDim>(opaque_pointer(data))(_, _, _0{});
+  return rows_tensors<1, kRows, kHeadDim, kIsNarrow>(opaque_pointer(data))(_, _, _0{});
 }
 
 // The memory of rows_tensor() as a matrix of columns by rows.
-template <int kRows, int kHeadDim, typename Element>
+template <int kRows, int kHeadDim, bool kIsNarrow = false, typename Element>
 HSTU_DEVICE auto transposed_tensor(Element* data) {
-  using Atom = std::conditional_t<kHeadDim % 64 != 0, GMMA::Layout_MN_SW64_Atom<Element>,
+  using Atom = std::conditional_t<kHeadDim % 64 != 0 || kIsNarrow, GMMA::Layout_MN_SW64_Atom<Element>,
                                   GMMA::Layout_MN_SW128_Atom<Element>>;
   return make_tensor(make_smem_ptr(opaque_pointer(data)),
                      tile_to_shape(Atom{}, Shape<Int<kHeadDim>, Int<kRows>>{}, Step<_2, _1>{}));

@@ -69,7 +69,7 @@ def test_many_short_sequences(dim, count, longest, mask):
         ("causal", 700),
     ],
 )
-@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dim", [*HEAD_DIMS, 96, 192])
 def test_dq_of_one_tile_of_keys(dim, mask, count):
     """The backward of sm90 stores it: its bits are those of a sum of one addend."""
     if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
