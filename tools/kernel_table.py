@@ -59,10 +59,11 @@ MAY_SPILL = {
         # The producer of the backward has 24 registers, too, and spills once per work tile where
         # it finds work tiles without a list. The deterministic form, which always has a list, has
         # the same consumers and may not spill.
-        "BackwardILi192EN7cutlass10bfloat16_tENS0_11NoScoreBiasELb0E",
-        "BackwardILi192EN7cutlass6half_tENS0_11NoScoreBiasELb0E",
-        "BackwardILi256EN7cutlass10bfloat16_tENS0_11NoScoreBiasELb0E",
-        "BackwardILi256EN7cutlass6half_tENS0_11NoScoreBiasELb0E",
+        *(
+            f"BackwardILi{head_dim}EN7cutlass{dtype}ENS0_11NoScoreBiasELb0E"
+            for head_dim in (96, 128, 192, 256)
+            for dtype in ("10bfloat16_t", "6half_t")
+        ),
     ),
 }
 

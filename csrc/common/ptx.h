@@ -30,16 +30,6 @@ HSTU_DEVICE void red_add_release(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Adds two numbers in 16 bits, each rounded.
-template <bool kIsBFloat16>
-HSTU_DEVICE void red_add_pair(void* address, uint32_t pair) {
-  if constexpr (kIsBFloat16) {
-    asm volatile("red.global.add.noftz.bf16x2 [%0], %1;" ::"l"(address), "r"(pair) : "memory");
-  } else {
-    asm volatile("red.global.add.noftz.f16x2 [%0], %1;" ::"l"(address), "r"(pair) : "memory");
-  }
-}
-
 // Returns the previous value.
 HSTU_DEVICE int atom_add_acq_rel(int* address, int value) {
   int before;

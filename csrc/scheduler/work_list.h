@@ -60,7 +60,8 @@ struct WorkList {
   // If this is > 0, there is no list, because sequences are short or work tiles are few: no
   // sequence has more tiles than this, if max_seqlen_q and max_seqlen_k are right. In the forward,
   // work tile n of a block has the number blockIdx + n * gridDim, where the last tile of each
-  // sequence comes first, then the one before it, and so on. The backward has another order.
+  // sequence comes first, then the one before it, and so on. The backward has another order, and if
+  // this is 1, a block takes all tiles of a sequence.
   int sequence_tiles = 0;
   int work_per_tile = 1;  // work tiles of each listed tile
   Interval unlisted;      // the numbers of tiles that are not listed: blocks begin with them

@@ -140,7 +140,7 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         sync_block_consumers(smem, barrier_state);  // both warpgroups have read their half
         store_p_and_ds(weights, dscores, kOwn, ds_state, smem);
         const bool is_last = tile.is_last();
-        const int first_row = tile.first_row();
+        const RowTile done = tile;
         if (kStartsScoresEarly && !is_last) {
           Base::load_bias(params, kOwn, QState{q_state.count + 1}, smem, bias);
         }
@@ -184,8 +184,8 @@ struct BackwardClusterConsumers : BackwardConsumers<Traits> {
         warpgroup_fence_operand(dk);
         consumer_release_in_cluster(smem.pipeline_ds, ds_state);
         sync_block_consumers(smem, barrier_state);  // all have read Q, which dQ overwrites
-        Base::store_dq(params, buffers, work_tile, first_row, dq, DqOf<kOwn>::kFirst, dq_state,
-                       smem);
+        Base::store_dq(params, buffers, work_tile, work_state, done, dq, DqOf<kOwn>::kFirst,
+                       dq_state, smem);
         dq_state.advance();
         if (is_last) break;
         if constexpr (!kStartsScoresEarly) {

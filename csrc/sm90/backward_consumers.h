@@ -134,7 +134,7 @@ struct BackwardConsumers : Traits {
         cutlass::arch::fence_view_async_shared();  // before wgmma reads dS
         smem.pipeline_ds.producer_commit_by_warp(ds_state);
         const bool is_last = tile.is_last();
-        const int first_row = tile.first_row();
+        const RowTile done = tile;
         if (kLoadsBiasEarly && !is_last) {
           load_bias(params, warpgroup, QState{q_state.count + 1}, smem, bias);
         }
@@ -162,7 +162,7 @@ struct BackwardConsumers : Traits {
           wait_for_wgmma<0>(dq);
           if (kStartsScoresEarly) warpgroup_fence_operand(scores);
           smem.pipeline_ds.consumer_release_by_warp(ds_state);
-          store_dq(params, buffers, work_tile, first_row, dq, part, dq_state, smem);
+          store_dq(params, buffers, work_tile, work_state, done, dq, part, dq_state, smem);
         } else if (kStartsScoresEarly) {
           wait_for_wgmma<0>(scores);
         }
@@ -323,20 +323,20 @@ struct BackwardConsumers : Traits {
     }
   }
 
-  // Stores a part of dQ in shared memory for the thread that adds it to the accumulator, or, if
-  // there is none, to dQ.
+  // Stores a part of dQ in shared memory for the thread that adds it to the sum in device memory,
+  // or, if the block completes the sum, to dQ.
   template <typename Part>
   static HSTU_DEVICE void store_dq(const BackwardParams& params, const BackwardBuffers& buffers,
-                                   const WorkTile& work_tile, int first_row, Part& dq, int part,
-                                   DqState state, SharedMemory& smem) {
+                                   const WorkTile& work_tile, WorkState work_state, RowTile tile,
+                                   Part& dq, int part, DqState state, SharedMemory& smem) {
     // NOTE: with one buffer for both stages, this waits until the previous tile of dQ has been
     // added.
     if constexpr (Traits::kDqBuffers == 1) {
       smem.pipeline_dq.producer_acquire(DqState{state.count + 1});
     }
     if constexpr (Traits::kDqBuffers == 2) smem.pipeline_dq.producer_acquire(state);
-    if (Traits::stores_dq(buffers.list)) {
-      store_rows_of_dq(params, work_tile, first_row, dq, part);
+    if (Traits::stores_dq(buffers.list) && !tile.has_later()) {
+      complete_dq(params, buffers, work_tile, work_state, tile.first_row(), dq, part, smem);
     } else {
       const int thread = reload_thread_idx() % kWarpgroup;
       float* const own = Traits::dq_tile(smem, state) + part * Dq::kPartSize + thread * 4;
@@ -349,26 +349,33 @@ struct BackwardConsumers : Traits {
     smem.pipeline_dq.full[state.index()].arrive();
   }
 
-  // Rounds a part of dQ and stores it.
-  // NOTE: a sequence has more than one tile of keys where max_seqlen_k is understated. Its block
-  // takes them one after another, and adds all but the first.
+  // Adds the sum of earlier tiles of keys to a part of dQ, rounds the result and stores it.
   template <typename Part>
-  static HSTU_DEVICE void store_rows_of_dq(const BackwardParams& params, const WorkTile& work_tile,
-                                           int first_row, Part& dq, int part) {
-    using Out = typename Traits::Out;
-    constexpr int kDqColumns = decltype(size(dq))::value * 2;  // of 64 rows, by 128 threads
+  static HSTU_DEVICE void complete_dq(const BackwardParams& params, const BackwardBuffers& buffers,
+                                      const WorkTile& work_tile, WorkState work_state,
+                                      int first_row, Part& dq, int part, SharedMemory& smem) {
+    const int own_part = Traits::rank() * Dq::kPartsOfBlock + part;
+    if (work_tile.tile.index > 0) {
+      const int64_t row_tile = work_tile.first_row_tile + first_row / kRows;
+      const float* const sum = buffers.dq + (row_tile * params.heads + work_tile.head) * Dq::kSize +
+                               own_part * Dq::kPartSize + reload_thread_idx() % kWarpgroup * 4;
+      // NOTE: the phase cannot change before this, because pipeline_dq has not been told yet.
+      smem.dq_sums_arrived.wait((work_state.count - 1) % 2);
+      compiler_barrier();
+#pragma unroll
+      for (int n = 0; n < size(dq); n += 4) {
+        const float4 x = __ldcg(reinterpret_cast<const float4*>(sum + n * kWarpgroup));
+        dq(n) += x.x, dq(n + 1) += x.y, dq(n + 2) += x.z, dq(n + 3) += x.w;
+      }
+    }
     const float factor = factor_of_ds(params);
 #pragma unroll
     for (int n = 0; n < size(dq); ++n) dq(n) *= factor;
     const Sequence& sequence = work_tile.tile.sequence;
-    const int64_t begin = sequence.q_begin + first_row;
-    const int count = sequence.q_len - first_row;
-    const int column = (Traits::rank() * Dq::kPartsOfBlock + part) * Dq::kColumns;
-    if (work_tile.tile.index == 0) {
-      store_sum<Out, kDqColumns>(dq, params.dq, work_tile.head, begin, count, column);
-    } else {
-      add_sum<Out, kDqColumns>(dq, params.dq, work_tile.head, begin, count, column);
-    }
+    constexpr int kDqColumns = decltype(size(dq))::value * 2;  // of 64 rows, by 128 threads
+    store_sum<typename Traits::Out, kDqColumns>(
+        dq, params.dq, work_tile.head, sequence.q_begin + first_row, sequence.q_len - first_row,
+        own_part * Dq::kColumns);
   }
 
   // Waits for the tile of rows at `state`.

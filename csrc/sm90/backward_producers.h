@@ -42,7 +42,7 @@ struct BackwardProducers : Traits {
     if (warp == 0) {
       find_work_tiles(params, maps, buffers, smem);
     } else if (warp == 1) {
-      copy_row_tiles(params, maps, smem);
+      copy_row_tiles(params, maps, buffers, smem);
     } else if (threadIdx.x % 32 == 0) {
       add_dq(params, maps, buffers, smem, warp - 2);
     }
@@ -91,6 +91,13 @@ struct BackwardProducers : Traits {
       }
       __syncwarp();
       if (work_tile.head >= 0) {
+        if (Traits::stores_dq(list)) {
+          constexpr int kWords = TileMap::kTiles / 32;
+          for (int n = lane; n < min(work_tile.map.count / 32 + 1, kWords); n += 32) {
+            work_tile.later[n] = 0;
+          }
+          __syncwarp();
+        }
         work_tile.map.fill(work_tile.map.count, lane, 32,
                            [&](int m) { return classify(params, buffers, work_tile, m); });
         __syncwarp();
@@ -146,9 +153,9 @@ struct BackwardProducers : Traits {
   }
 
   // Returns the index of the block's work tile after `work_tile`, which has the index `index`,
-  // where there is no list; -1: there is no more work. Every second time that each block takes a
-  // work tile, they take them in the opposite order, so that a block with a longer one gets a
-  // shorter.
+  // where there is no list; -1: there is no more work. With list.next, blocks take work tiles when
+  // they are done with others. Without it, they take every second one in the opposite order, so
+  // that a block with a longer one gets a shorter.
   //
   // NOTE: max_seqlen_k, from which sequence_tiles was computed, may be understated. The block with
   // the last of these tiles of a sequence then takes the tiles behind it.
@@ -160,8 +167,12 @@ struct BackwardProducers : Traits {
     if (next_tile >= list.sequence_tiles && next_tile * kKeys < work_tile.tile.sequence.k_len) {
       return index + tiles_of_index;
     }
-    while (index >= end) index -= tiles_of_index;
     const int blocks = reload_grid_dim() / kClusterSize;
+    if (list.next) {
+      index = blocks + atomicAdd(list.next, 1);
+      return index < end ? index : -1;
+    }
+    while (index >= end) index -= tiles_of_index;
     const int block = static_cast<int>(blockIdx.x) / kClusterSize;
     const bool is_reversed = index / blocks % 2;
     index += 1 + 2 * (is_reversed ? block : blocks - 1 - block);
@@ -222,7 +233,7 @@ struct BackwardProducers : Traits {
 
   // Classifies the keys of the work tile for tile m of rows.
   static HSTU_DEVICE TileKind classify(const BackwardParams& params, const BackwardBuffers& buffers,
-                                       const WorkTile& work_tile, int m) {
+                                       WorkTile& work_tile, int m) {
     const int tile = work_tile.tile.index;
     const int row_tile = work_tile.first_row_tile + m;
     if constexpr (kIsDeterministic) {
@@ -230,7 +241,9 @@ struct BackwardProducers : Traits {
     }
     const Sequence& sequence = work_tile.tile.sequence;
     const int k0 = tile * kKeys;
-    if (Traits::is_unlisted(buffers.list)) return classify_unlisted(params, sequence, m, k0);
+    if (Traits::is_unlisted(buffers.list)) {
+      return classify_unlisted(params, work_tile, m, k0, Traits::stores_dq(buffers.list));
+    }
     const SpanSummary summary = buffers.list.summaries.at(row_tile, work_tile.head);
     const TileKind kind = summary.classify(k0, min(k0 + kKeys, sequence.k_len));
     if (kIsDeterministic && kind == TileKind::kEmpty) return TileKind::kPartial;
@@ -240,9 +253,11 @@ struct BackwardProducers : Traits {
   }
 
   // Classifies the keys from k0 on as SpanSummary::classify() does, for masks in closed form. It
-  // has two steps, because the producer has too few registers for both results at once.
-  static HSTU_DEVICE TileKind classify_unlisted(const BackwardParams& params,
-                                                const Sequence& sequence, int m, int k0) {
+  // has two steps, because the producer has too few registers for both results at once. If
+  // `finds_later`, sets the bit of WorkTile::later, which is 0 before.
+  static HSTU_DEVICE TileKind classify_unlisted(const BackwardParams& params, WorkTile& work_tile,
+                                                int m, int k0, bool finds_later) {
+    const Sequence& sequence = work_tile.tile.sequence;
     MaskParams closed_form = params.mask;
     closed_form.row_spans = nullptr;
     closed_form.func = nullptr;
@@ -250,10 +265,13 @@ struct BackwardProducers : Traits {
     const int r1 = min(r0 + kRows, sequence.q_len);
     const int k1 = min(k0 + kKeys, sequence.k_len);
     const KeyIntervals keys = Mask(closed_form, sequence, 0).kv_intervals(r0, r1);
-    bool is_visible = false, is_full = false;
+    bool is_visible = false, has_later = false, is_full = false;
     for (int n = 0; n < 2; ++n) {  // unused intervals are empty
-      is_visible |= keys.interval[n].begin < k1 && k0 < keys.interval[n].end;
+      const auto [begin, end] = keys.interval[n];
+      is_visible |= begin < k1 && k0 < end;
+      has_later |= max(begin, k1) < min(end, sequence.k_len);
     }
+    if (finds_later && has_later) atomicOr(&work_tile.later[m / 32], 1u << m % 32);
     if (!is_visible) return TileKind::kEmpty;
     compiler_barrier();
     Interval full[2];
@@ -265,7 +283,8 @@ struct BackwardProducers : Traits {
   // Called by one warp: copies Q, dO and the bias of each tile of rows, and, if kProducerFindsMask,
   // computes the bits of partial tiles.
   static HSTU_DEVICE void copy_row_tiles(const BackwardParams& params,
-                                         const typename Traits::Maps& maps, SharedMemory& smem) {
+                                         const typename Traits::Maps& maps,
+                                         const BackwardBuffers& buffers, SharedMemory& smem) {
     constexpr int kTilesAhead = 3;
     const bool copies = threadIdx.x % 32 == 0;
     bool has_told = false;
@@ -275,6 +294,7 @@ struct BackwardProducers : Traits {
       const int stage = state.index();
       const int first = m * kRows;
       const bool is_partial = work_tile.map.has_partial(m);
+      const bool has_later = Traits::stores_dq(buffers.list) && work_tile.has_later(m);
       const auto copy_dout = [&] {
         const DoutState dout_state{state.count};
         smem.pipeline_dout.producer_acquire(dout_state);
@@ -292,10 +312,11 @@ struct BackwardProducers : Traits {
       smem.pipeline_q.producer_acquire(state);
       if (copies) {
         smem.row_tiles[stage] = {first | (is_partial ? RowTile::kPartial : 0) |
-                                 (next < 0 ? RowTile::kLast : 0)};
+                                 (next < 0 ? RowTile::kLast : 0) |
+                                 (has_later ? RowTile::kHasLater : 0)};
         q_full.expect_transaction(kRows * kHeadDim * sizeof(Element));
-        start_copy_rows<kRows, kHeadDim, kRows, Traits::kIsNarrow>(maps.q, rows_of(work_tile), first,
-                                                                   smem.q[stage], q_full);
+        start_copy_rows<kRows, kHeadDim, kRows, Traits::kIsNarrow>(maps.q, rows_of(work_tile),
+                                                                   first, smem.q[stage], q_full);
         if constexpr (Traits::kIsE4m3) {
           q_full.expect_transaction(kRows * kHeadDim);
           copy_columns(maps.q_columns, work_tile.tile.sequence.q_begin, work_tile, first,
@@ -361,11 +382,22 @@ struct BackwardProducers : Traits {
   static HSTU_DEVICE void add_dq(const BackwardParams& params, const typename Traits::Maps& maps,
                                  const BackwardBuffers& buffers, SharedMemory& smem, int stage) {
     DqState state;
-    const bool adds = !Traits::stores_dq(buffers.list);
-    if (Traits::is_unlisted(buffers.list)) wait_for_previous_kernel();  // it zeroes the sums
-    for_each_row_tile(smem, [&](const WorkTile& work_tile, int m, int) {
+    PipelineState<1> work_state;
+    const bool stores_dq = Traits::stores_dq(buffers.list);
+    if (Traits::is_unlisted(buffers.list)) wait_for_previous_kernel();  // it may zero the sums
+    for_each_row_tile(smem, [&](const WorkTile& work_tile, int m, int next) {
+      const auto tell_if_last = [&] {
+        if (!stores_dq || next >= 0) return;
+        ptx::bulk_wait_complete();
+        ptx::fence_proxy_async_global();
+        smem.dq_sums_arrived.arrive();
+        // The other thread may have stored sums to which this one adds.
+        smem.dq_sums_arrived.wait(work_state.count % 2);
+        work_state.advance();
+      };
       if (state.index() != stage) {
         state.advance();
+        tell_if_last();
         return;
       }
       if (Traits::stores_ds(params)) store_ds(maps, work_tile, m, DsState{state.count}, smem);
@@ -385,8 +417,10 @@ struct BackwardProducers : Traits {
       if constexpr (Traits::kIsE4m3) {
         ptx::bulk_reduce_add_bf16<Dq::kBlockSize * 2>(
             tile, static_cast<char*>(static_cast<void*>(buffers.dq)) + 2 * offset);
-      } else if (adds) {
+      } else if (!stores_dq || (work_tile.has_later(m) && work_tile.tile.index > 0)) {
         ptx::bulk_reduce_add<Dq::kBlockSize * sizeof(float)>(tile, buffers.dq + offset);
+      } else if (work_tile.has_later(m)) {
+        cute::SM90_BULK_COPY_S2G::copy(tile, buffers.dq + offset, Dq::kBlockSize * sizeof(float));
       }
       cute::tma_store_arrive();
       cute::tma_store_wait<0>();
@@ -401,6 +435,7 @@ struct BackwardProducers : Traits {
         ptx::red_add_release(buffers.dq_semaphore + dq_index * kClusterSize + Traits::rank(), 1);
       }
       state.advance();
+      tell_if_last();
     });
     ptx::bulk_wait_complete();
   }

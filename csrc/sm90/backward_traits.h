@@ -32,7 +32,8 @@ struct E4m3BackwardMaps : BackwardMaps {
 // The workspace of a backward call.
 struct BackwardBuffers {
   WorkList list;
-  // [row tiles, H, rows * head dim] of Traits::DqElement in the order of DqTile; zeroed
+  // [row tiles, H, rows * head dim] of Traits::DqElement in the order of DqTile; zeroed unless
+  // BackwardTraits::stores_dq()
   float* dq;
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to the tile's dQ; null: any order
   // [row tiles, H, cluster size]: how many key tiles have added their dQ; zeroed; null: any order
@@ -64,8 +65,8 @@ constexpr DqPartition dq_partition_of(int head_dim, bool is_e4m3) {
 }
 
 // A tile of dQ, which consists of kParts groups of columns. A warpgroup stores a part in the order
-// of its registers: 16 bytes of each thread, then the next 16. At head dim 192, a block of a cluster
-// has three parts, two of which its first warpgroup computes.
+// of its registers: 16 bytes of each thread, then the next 16. At head dim 192, a block of a
+// cluster has three parts, two of which its first warpgroup computes.
 template <int kRows, int kHeadDim, DqPartition kDqPartition>
 struct DqTile {
   // Warpgroups of a block that compute the dQ of one step.
@@ -125,10 +126,12 @@ struct BackwardTraits {
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   static constexpr int kBlocksPerSm = 1;
 
-  // There is no list of work tiles if each block has at most kUnlistedRounds of them, or if no
-  // sequence has more than one, unless the mask is given row by row: see WorkList::sequence_tiles.
+  // There is no list of work tiles if each block has at most kUnlistedRounds of them, or if a block
+  // takes all of a sequence, which then has at most kMostTilesOfBlock, unless the mask is given row
+  // by row: see WorkList::sequence_tiles.
   static constexpr bool kMayBeUnlisted = !kHasBias && !kIsDeterministic && !kIsE4m3;
   static constexpr int kUnlistedRounds = 2;
+  static constexpr int kMostTilesOfBlock = 4;
 
   // If true, the producer warp that copies Q and dO also computes which keys their rows see.
   // Otherwise each consumer warpgroup does, which has the registers only while no wgmma runs. The
@@ -149,19 +152,29 @@ struct BackwardTraits {
     int bias_head;       // Bias::bias_head() of `head`
     TileMap map;         // which tiles of rows are visible
     int last_row_tile;   // in the order of the main loop; -1: none is visible
+    // Bits of the tiles of rows to whose dQ later tiles of keys add. They are valid if stores_dq().
+    // NOTE: with an array of no elements, nvcc misaligned the tiles that follow.
+    unsigned later[kMayBeUnlisted ? TileMap::kTiles / 32 : 4];
+
+    HSTU_DEVICE bool has_later(int m) const {
+      if (m < TileMap::kTiles) return later[m / 32] >> m % 32 & 1;
+      return (tile.index + 1) * kKeys < tile.sequence.k_len;  // see TileMap::kTiles
+    }
   };
   // A tile of rows of a work tile, packed into one register: its first row, a multiple of kRows,
   // and flags.
   struct RowTile {
     static constexpr int kPartial = 1;
     static constexpr int kLast = 2;
-    static constexpr int kFlags = 3;
+    static constexpr int kHasLater = 4;  // see WorkTile::later
+    static constexpr int kFlags = 7;
 
     int bits;
 
     HSTU_DEVICE int first_row() const { return bits & ~kFlags; }
     HSTU_DEVICE bool is_partial() const { return bits & kPartial; }
     HSTU_DEVICE bool is_last() const { return bits & kLast; }
+    HSTU_DEVICE bool has_later() const { return bits & kHasLater; }
   };
   using WorkState = PipelineState<2>;
   using KVState = PipelineState<1>;
@@ -240,6 +253,8 @@ struct BackwardTraits {
     // The warp that copies rows arrives here when it has nearly finished a work tile, so that
     // find_work_tiles() gets the next one.
     cutlass::arch::ClusterBarrier next_work_wanted;
+    // If stores_dq(): completes when the sums of dQ of a work tile have arrived in device memory.
+    cutlass::arch::ClusterBarrier dq_sums_arrived;
   };
 
   static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
@@ -269,6 +284,7 @@ struct BackwardTraits {
     smem.consumer_barrier.init(/*consumers=*/1, /*producers=*/kConsumers * kWarpgroup);
     smem.pipeline_dq.init(/*consumers=*/1, /*producers=*/Dq::kWarpgroups * kWarpgroup);
     smem.next_work_wanted.init(1);
+    smem.dq_sums_arrived.init(DqState::kStages);
     cutlass::arch::fence_barrier_init();
   }
 
@@ -314,8 +330,9 @@ struct BackwardTraits {
     return kMayBeUnlisted && list.sequence_tiles > 0;
   }
 
-  // True if no sequence has more than one tile of keys: then dQ of a row is complete after a step
-  // and is stored to dQ, without sums in device memory.
+  // True if a block takes all tiles of keys of a sequence and head, one after another. Then the
+  // first tile stores its dQ as the sum in device memory, and the last one that adds to a row
+  // stores the result to dQ.
   static HSTU_DEVICE bool stores_dq(const WorkList& list) {
     return kMayBeUnlisted && list.sequence_tiles == 1;
   }

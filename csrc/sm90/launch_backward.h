@@ -37,7 +37,12 @@ struct BackwardLauncher {
       prepare_relative_bias(with_prepared_bias(params, plan.prepared_bias).relative_bias,
                             params.batch, launch);
     }
-    if (!plan.stores_dq) prepare_scheduler(prepared, launch);
+    if (!plan.stores_dq) {
+      prepare_scheduler(prepared, launch);
+    } else if (plan.buffers.list.next) {
+      check_cuda(cudaMemsetAsync(plan.buffers.list.next, 0, sizeof(int), launch.stream),
+                 "backward");
+    }
 
     if constexpr (!kAllowsBias) {
       run_form<NoScoreBias>(params, launch, plan);
@@ -70,7 +75,7 @@ struct BackwardLauncher {
     int64_t dq_tiles;     // row tiles * heads
     int64_t zeros_begin;  // [zeros_begin, zeros_end) bytes must be zeroed
     int64_t zeros_end;
-    bool stores_dq;  // there are no sums of dQ, see BackwardTraits::stores_dq()
+    bool stores_dq;  // see BackwardTraits::stores_dq()
 
     Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory) : workspace(memory) {
       const BatchParams& batch = params.batch;
@@ -85,12 +90,15 @@ struct BackwardLauncher {
       }
       buffers.list.work_per_tile = params.heads;
       stores_dq = sequence_tiles == 1;
+      if (stores_dq && counts_sequences(params, launch)) {
+        buffers.list.next = workspace.take<int>(1);
+      }
       const int64_t row_tiles = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
       dq_tiles = row_tiles * params.heads;
       const bool is_ordered = launch.deterministic;
       buffers.dq_writers = is_ordered ? workspace.take<TileSpans>(row_tiles) : nullptr;
       zeros_begin = workspace.used();
-      buffers.dq = stores_dq ? nullptr : workspace.take<float>(dq_tiles * Form::Dq::kSize);
+      buffers.dq = workspace.take<float>(dq_tiles * Form::Dq::kSize);
       buffers.dq_semaphore =
           is_ordered ? workspace.take<int>(dq_tiles * Form::kClusterSize) : nullptr;
       buffers.sums = take_table_sums(workspace, params);
@@ -102,8 +110,8 @@ struct BackwardLauncher {
     }
   };
 
-  // Returns how many tiles of keys each sequence may have where there is no list of work tiles; 0
-  // if there is one.
+  // Returns how many tiles of keys each sequence may have where there is no list of work tiles, or
+  // 1 if a block takes all of a sequence; 0 if there is a list.
   static int unlisted_tiles(const BackwardParams& params, const CudaLaunch& launch) {
     if (!can_be_unlisted(params, launch)) return 0;
     const BatchParams& batch = params.batch;
@@ -111,11 +119,36 @@ struct BackwardLauncher {
     const int64_t possible = int64_t{tiles} * batch.batch * params.heads;
     const int64_t work_tiles =
         int64_t{WorkList::max_tiles(batch.total_k, batch.batch, Form::kKeys)} * params.heads;
-    const int64_t resident = resident_blocks<Form>(launch) / Form::kClusterSize;
+    if (takes_sequences(params, tiles, launch)) return 1;
     // Otherwise one block could have two work tiles, and another none.
-    const bool is_even = work_tiles > resident || possible <= resident;
-    const int64_t most = tiles == 1 ? INT32_MAX - resident : Form::kUnlistedRounds * resident;
-    return is_even && possible <= most ? tiles : 0;
+    const bool is_even = work_tiles > resident(launch) || possible <= resident(launch);
+    return is_even && possible <= Form::kUnlistedRounds * resident(launch) ? tiles : 0;
+  }
+
+  // Blocks, or clusters of blocks, that run at the same time.
+  static int64_t resident(const CudaLaunch& launch) {
+    return std::max<int64_t>(resident_blocks<Form>(launch) / Form::kClusterSize, 1);
+  }
+
+  // True if a block takes all `tiles` tiles of keys of a sequence and head. If there are several
+  // tiles, this is faster than sums of dQ from all blocks if it keeps four fifths of the blocks
+  // busy, and if sequences have similar lengths or the next block that is free takes the next one.
+  static bool takes_sequences(const BackwardParams& params, int tiles, const CudaLaunch& launch) {
+    const BatchParams& batch = params.batch;
+    const int64_t sequences = int64_t{batch.batch} * params.heads;
+    const int64_t blocks = ceil_div(sequences, resident(launch)) * resident(launch);
+    if (tiles * sequences > INT32_MAX - blocks) return false;
+    if (tiles == 1) return true;
+    const bool is_even =
+        5 * int64_t{batch.total_k} >= 4 * int64_t{batch.batch} * batch.max_seqlen_k;
+    return tiles <= Form::kMostTilesOfBlock && 5 * sequences >= 4 * blocks &&
+           (is_even || counts_sequences(params, launch));
+  }
+
+  // True if blocks that take whole sequences count them. The counter must be zeroed first, which
+  // takes time, so blocks with at most two sequences take those of their own number.
+  static bool counts_sequences(const BackwardParams& params, const CudaLaunch& launch) {
+    return int64_t{params.batch.batch} * params.heads > 2 * resident(launch);
   }
 
   // True if the backward cannot store its dS as the gradient of the bias; see bias_gradient.h.

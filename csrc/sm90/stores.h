@@ -53,27 +53,4 @@ HSTU_DEVICE void store_sum(const Sum& sum, const PackedTensor& tensor, int head,
   }
 }
 
-// store_sum(), but adds to the rows, whose dtype rounds each addition.
-template <typename Element, int kColumns, typename Sum>
-HSTU_DEVICE void add_sum(const Sum& sum, const PackedTensor& tensor, int head, int64_t begin,
-                         int count, int first_column) {
-  const Tensor result = rounded<Element>(sum);
-  const Tensor words = recast<const uint32_t>(result);
-  const int thread = reload_thread_idx() % kWarpgroup;
-  const int column = first_column + thread % 4 * 2;
-#pragma unroll 1
-  for (int m = 0; m < 2; ++m) {
-    const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * m;
-    if (row >= count) return;
-    Element* const to = static_cast<Element*>(tensor.data) + (begin + row) * tensor.row_stride +
-                        head * tensor.head_stride + column;
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-      const uint32_t word = m == 0 ? words(2 * n) : words(2 * n + 1);
-      constexpr bool kIsBFloat16 = std::is_same_v<Element, cutlass::bfloat16_t>;
-      if (column + n * 8 < tensor.head_dim) ptx::red_add_pair<kIsBFloat16>(to + n * 8, word);
-    }
-  }
-}
-
 }  // namespace hstu::sm90

@@ -62,10 +62,9 @@ CUtensorMap encode_map(void* data, CUtensorMapDataType type, const cuuint64_t (&
   std::fill_n(steps, kRank, 1);
   CUtensorMap map;
   const auto encode = [&] {
-    return tensor_map_encoder()(&map, type, kRank, data, sizes, strides, box, steps,
-                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return tensor_map_encoder()(
+        &map, type, kRank, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {

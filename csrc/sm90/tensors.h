@@ -33,8 +33,9 @@ HSTU_DEVICE auto rows_tensor(Element* data) {
 // The memory of rows_tensor() as a matrix of columns by rows.
 template <int kRows, int kHeadDim, bool kIsNarrow = false, typename Element>
 HSTU_DEVICE auto transposed_tensor(Element* data) {
-  using Atom = std::conditional_t<kHeadDim % 64 != 0 || kIsNarrow, GMMA::Layout_MN_SW64_Atom<Element>,
-                                  GMMA::Layout_MN_SW128_Atom<Element>>;
+  using Atom =
+      std::conditional_t<kHeadDim % 64 != 0 || kIsNarrow, GMMA::Layout_MN_SW64_Atom<Element>,
+                         GMMA::Layout_MN_SW128_Atom<Element>>;
   return make_tensor(make_smem_ptr(opaque_pointer(data)),
                      tile_to_shape(Atom{}, Shape<Int<kHeadDim>, Int<kRows>>{}, Step<_2, _1>{}));
 }

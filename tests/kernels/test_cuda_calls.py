@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from hstu_attn import Mask, hstu_attention
-from hstu_attn.testing import Batch, make_batch, offsets, poisoned_memory, run
+from hstu_attn.testing import (
+    Batch,
+    make_batch,
+    make_lengths,
+    offsets,
+    poisoned_memory,
+    run,
+)
 from tests.helpers import raw_ops
 from tests.helpers.head_dims import HEAD_DIMS
 from tests.helpers.paths import ROOT
@@ -139,6 +146,27 @@ def test_a_graph_serves_other_lengths(dim, bias):
             tensor.fill_(float("nan"))
         graph.replay()
         assert_same(captured, run(hstu_attention, batch, dout, deterministic=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_graph_of_many_short_sequences(dim):
+    """In the backward of sm90, blocks count the sequences that they take: from 0 in each replay."""
+    lengths = make_lengths(400, 120)
+    batch = make_batch(lengths, dim=dim, device="cuda", dtype=BF16, mask="causal")
+    batch.cu_seqlens_q = batch.cu_seqlens_k  # the same tensor
+    dout = random_dout(batch)
+    run(hstu_attention, batch, dout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(hstu_attention, batch, dout)
+    for _ in range(2):
+        batch.cu_seqlens_k.copy_(offsets(lengths))
+        expected = run(hstu_attention, batch, dout)
+        for tensor in captured.values():
+            tensor.fill_(float("nan"))
+        graph.replay()
+        assert_same(captured, expected)
+        lengths.reverse()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +30,14 @@ from tests.helpers.head_dims import HEAD_DIMS
 from tests.helpers.small_batches import check_small_batch
 
 pytestmark = pytest.mark.gpu
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """Returns the names of the kernels that `call` launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events()]
 
 
 @pytest.mark.parametrize("mask", MASK_NAMES)
@@ -62,30 +72,44 @@ def test_many_short_sequences(dim, count, longest, mask):
 
 
 @pytest.mark.parametrize(
-    ("mask", "count"),
+    ("mask", "longest"),
     [
-        *((mask, 5) for mask in MASK_NAMES if mask != "context-target"),
-        pytest.param("context-target", 5, marks=pytest.mark.sanitize),
-        ("causal", 700),
+        *((mask, longest) for mask in MASK_NAMES for longest in (128, 250)),
+        ("causal", 500),
+        ("local", 1000),
+        pytest.param("context-target", 500, marks=pytest.mark.sanitize),
     ],
 )
 @pytest.mark.parametrize("dim", [*HEAD_DIMS, 96, 192])
-def test_dq_of_one_tile_of_keys(dim, mask, count):
-    """The backward of sm90 stores it: its bits are those of a sum of one addend."""
+def test_blocks_that_take_whole_sequences(dim, mask, longest):
+    """They add up dQ in the order of a deterministic backward, without a list of work tiles.
+
+    The first batch has five sequences and heads for each block, or cluster of two blocks, and the
+    second one has two.
+    """
     if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
-        pytest.skip("a kernel of sm80 adds it up in its own order")
-    lengths = [0, 128, 65, 1, 0, *make_lengths(count, 128)]
-    rows = [0, 100, 65, 1, 0, *(int(torch.randint(n + 1, ())) for n in lengths[5:])]
-    batch = make_batch(lengths, rows, dim=dim, dtype=DTYPES[0], device="cuda", mask=mask)
-    batch.seqused_q = torch.tensor([n - n // 5 for n in rows], device="cuda")
-    batch.seqused_k = torch.tensor([n - n // 6 for n in lengths], device="cuda")
-    dout = random_dout(batch)
-    with poisoned_memory("cuda"):
-        found = run(hstu_attention, batch, dout)
-    summed = run(hstu_attention, replace(batch, max_seqlen_k=129), dout)
-    for name in ("dq", "dk", "dv"):
-        assert torch.equal(found[name], summed[name]), name
-    assert found["dq"].any()
+        pytest.skip("the kernels of sm80 are other ones")
+    blocks_of_sequence = 2 if dim > 128 else 1
+    different = [0, longest, longest // 2 + 1, 1, *make_lengths(6, longest)]
+    for lengths, blocks in ((different, 4), ([longest] * 10, 10)):
+        rows = [n if n < 2 else int(torch.randint(n, ())) for n in lengths]
+        batch = make_batch(lengths, rows, dim=dim, dtype=DTYPES[0], device="cuda", mask=mask)
+        batch.seqused_q = torch.tensor([n - n // 5 for n in rows], device="cuda")
+        batch.seqused_k = torch.tensor([n - n // 6 for n in lengths], device="cuda")
+        dout = random_dout(batch)
+        margin = torch.cuda.get_device_properties(0).multi_processor_count
+        margin -= blocks * blocks_of_sequence
+        with poisoned_memory("cuda"):
+            found = run(hstu_attention, batch, dout, sm_margin=margin)
+        ordered = run(hstu_attention, batch, dout, deterministic=True)
+        assert torch.equal(found["dq"], ordered["dq"])
+        torch.testing.assert_close(found["dk"], ordered["dk"], rtol=2e-2, atol=1e-4)
+        torch.testing.assert_close(found["dv"], ordered["dv"], rtol=2e-2, atol=1e-4)
+        assert found["dq"].any()
+        if mask == "causal":
+            names = kernels_of(partial(run, hstu_attention, batch, dout, sm_margin=margin))
+            assert any("run_backward" in name for name in names)
+            assert not any("convert_dq" in name for name in names)  # it rounds sums of all blocks
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -197,11 +221,8 @@ def test_few_rows_have_small_tiles(dim):
 
     def has_small_tiles(length: int) -> bool:
         batch = make_batch([length], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            run(hstu_attention, batch)
-            torch.cuda.synchronize()
-        [name] = {event.name for event in profile.events() if "run_forward" in event.name}
+        names = kernels_of(lambda: run(hstu_attention, batch))
+        [name] = {name for name in names if "run_forward" in name}
         # The last argument of Forward<...> is kHasSmallTiles.
         return bool(re.search(r"(true|\(bool\)1)> ?>", name))
 
