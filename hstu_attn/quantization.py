@@ -465,7 +465,7 @@ def dequantized_rows(
     if cu_seqlens_k.shape[0] < 2:
         return q, k8[..., :head_dim].to(dtype), q.new_zeros((*k8.shape[:2], v8.shape[2]))
     rows = torch.arange(k8.shape[0], device=k8.device)
-    # NOTE: torch.compile of torch 2.11 does not compile searchsorted in a slice, such as begin[:-1].
+    # NOTE: torch.compile of torch 2.11 fails for searchsorted in a slice, such as begin[:-1].
     begin = cu_seqlens_k.to(torch.int64)
     sequence = torch.searchsorted(begin, rows, right=True) - 1
     sequence = sequence.clamp(0, begin.shape[0] - 2)
