@@ -131,9 +131,7 @@ struct BackwardTraits {
   // by row: see WorkList::sequence_tiles.
   static constexpr bool kMayBeUnlisted = !kHasBias && !kIsDeterministic && !kIsE4m3;
   static constexpr int kUnlistedRounds = 2;
-  // The most that were faster on an H200. With more tiles, Q and dO of the sequences that blocks
-  // are at, which they read again for each tile, and the sums of dQ exceed the L2 cache.
-  static constexpr int kMostTilesOfBlock = 512 / (kHeadDim < 128 ? kHeadDim : 128);
+  static constexpr int kMostTilesOfBlock = 4;
 
   // If true, the producer warp that copies Q and dO also computes which keys their rows see.
   // Otherwise each consumer warpgroup does, which has the registers only while no wgmma runs. The
