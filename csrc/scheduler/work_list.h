@@ -295,16 +295,6 @@ struct TileMap {
     }
   }
 
-  // Makes empty tiles partial. Called by one warp.
-  __device__ void include_empty(int lane) {
-    for (int word = lane; word * 32 < min(count, kTiles); word += 32) {
-      const int rest = count - word * 32;
-      const unsigned all = rest < 32 ? (1u << rest) - 1 : 0xffffffff;
-      partial[word] |= all & ~visible[word];
-      visible[word] |= all;
-    }
-  }
-
   __device__ int first() const { return after(-1); }
   __device__ int last() const { return before(count); }
 

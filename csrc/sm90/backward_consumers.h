@@ -336,7 +336,7 @@ struct BackwardConsumers : Traits {
     }
     if constexpr (Traits::kDqBuffers == 2) smem.pipeline_dq.producer_acquire(state);
     if (Traits::stores_dq(buffers.list) && !tile.has_later()) {
-      complete_dq(params, buffers, work_tile, work_state, tile.first_row(), dq, part, smem);
+      complete_dq(params, buffers, work_tile, work_state, tile, dq, part, smem);
     } else {
       const int thread = reload_thread_idx() % kWarpgroup;
       float* const own = Traits::dq_tile(smem, state) + part * Dq::kPartSize + thread * 4;
@@ -352,10 +352,11 @@ struct BackwardConsumers : Traits {
   // Adds the sum of earlier tiles of keys to a part of dQ, rounds the result and stores it.
   template <typename Part>
   static HSTU_DEVICE void complete_dq(const BackwardParams& params, const BackwardBuffers& buffers,
-                                      const WorkTile& work_tile, WorkState work_state,
-                                      int first_row, Part& dq, int part, SharedMemory& smem) {
+                                      const WorkTile& work_tile, WorkState work_state, RowTile tile,
+                                      Part& dq, int part, SharedMemory& smem) {
+    const int first_row = tile.first_row();
     const int own_part = Traits::rank() * Dq::kPartsOfBlock + part;
-    if (work_tile.tile.index > 0) {
+    if (tile.has_earlier()) {
       const int64_t row_tile = work_tile.first_row_tile + first_row / kRows;
       const float* const sum = buffers.dq + (row_tile * params.heads + work_tile.head) * Dq::kSize +
                                own_part * Dq::kPartSize + reload_thread_idx() % kWarpgroup * 4;

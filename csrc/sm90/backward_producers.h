@@ -92,9 +92,8 @@ struct BackwardProducers : Traits {
       __syncwarp();
       if (work_tile.head >= 0) {
         if (Traits::stores_dq(list)) {
-          constexpr int kWords = TileMap::kTiles / 32;
-          for (int n = lane; n < min(work_tile.map.count / 32 + 1, kWords); n += 32) {
-            work_tile.later[n] = 0;
+          for (int n = lane; n < min(work_tile.map.count / 32 + 1, WorkTile::kWords); n += 32) {
+            work_tile.earlier[n] = work_tile.later[n] = 0;
           }
           __syncwarp();
         }
@@ -102,8 +101,7 @@ struct BackwardProducers : Traits {
                            [&](int m) { return classify(params, buffers, work_tile, m); });
         __syncwarp();
         if (Traits::stores_dq(list) && work_tile.tile.index == 0) {
-          work_tile.map.include_empty(lane);  // dQ of each row must be stored
-          __syncwarp();
+          zero_dq_without_keys(params, work_tile);
         }
         if (lane == 0) {
           work_tile.last_row_tile = kIsDeterministic ? work_tile.map.first() : work_tile.map.last();
@@ -138,6 +136,18 @@ struct BackwardProducers : Traits {
       }
     }
     if (Traits::stores_ds(params)) cute::tma_store_wait<0>();
+  }
+
+  // Zeroes dQ of the tiles of rows that see no key. Called by one warp, with the first tile of
+  // keys.
+  static HSTU_DEVICE void zero_dq_without_keys(const BackwardParams& params,
+                                               const WorkTile& work_tile) {
+    const Sequence& sequence = work_tile.tile.sequence;
+    for (int m = 0; m < work_tile.map.count; ++m) {
+      if (work_tile.map.contains(m) || work_tile.has_later(m)) continue;
+      zero_rows_of_head(params.dq, sequence.q_begin + m * kRows,
+                        min(kRows, sequence.q_len - m * kRows), work_tile.head);
+    }
   }
 
   // Returns tile `number` of keys where there is no list: the first tiles of all sequences, which
@@ -254,9 +264,9 @@ struct BackwardProducers : Traits {
 
   // Classifies the keys from k0 on as SpanSummary::classify() does, for masks in closed form. It
   // has two steps, because the producer has too few registers for both results at once. If
-  // `finds_later`, sets the bit of WorkTile::later, which is 0 before.
+  // `finds_others`, sets the bits of WorkTile::earlier and later, which are 0 before.
   static HSTU_DEVICE TileKind classify_unlisted(const BackwardParams& params, WorkTile& work_tile,
-                                                int m, int k0, bool finds_later) {
+                                                int m, int k0, bool finds_others) {
     const Sequence& sequence = work_tile.tile.sequence;
     MaskParams closed_form = params.mask;
     closed_form.row_spans = nullptr;
@@ -265,13 +275,15 @@ struct BackwardProducers : Traits {
     const int r1 = min(r0 + kRows, sequence.q_len);
     const int k1 = min(k0 + kKeys, sequence.k_len);
     const KeyIntervals keys = Mask(closed_form, sequence, 0).kv_intervals(r0, r1);
-    bool is_visible = false, has_later = false, is_full = false;
+    bool is_visible = false, has_earlier = false, has_later = false, is_full = false;
     for (int n = 0; n < 2; ++n) {  // unused intervals are empty
       const auto [begin, end] = keys.interval[n];
       is_visible |= begin < k1 && k0 < end;
+      has_earlier |= begin < min(end, k0);
       has_later |= max(begin, k1) < min(end, sequence.k_len);
     }
-    if (finds_later && has_later) atomicOr(&work_tile.later[m / 32], 1u << m % 32);
+    if (finds_others && has_earlier) atomicOr(&work_tile.earlier[m / 32], 1u << m % 32);
+    if (finds_others && has_later) atomicOr(&work_tile.later[m / 32], 1u << m % 32);
     if (!is_visible) return TileKind::kEmpty;
     compiler_barrier();
     Interval full[2];
@@ -294,7 +306,9 @@ struct BackwardProducers : Traits {
       const int stage = state.index();
       const int first = m * kRows;
       const bool is_partial = work_tile.map.has_partial(m);
-      const bool has_later = Traits::stores_dq(buffers.list) && work_tile.has_later(m);
+      const bool stores_dq = Traits::stores_dq(buffers.list);
+      const bool has_earlier = stores_dq && work_tile.has_earlier(m);
+      const bool has_later = stores_dq && work_tile.has_later(m);
       const auto copy_dout = [&] {
         const DoutState dout_state{state.count};
         smem.pipeline_dout.producer_acquire(dout_state);
@@ -311,9 +325,9 @@ struct BackwardProducers : Traits {
       auto& q_full = smem.pipeline_q.full[stage];
       smem.pipeline_q.producer_acquire(state);
       if (copies) {
-        smem.row_tiles[stage] = {first | (is_partial ? RowTile::kPartial : 0) |
-                                 (next < 0 ? RowTile::kLast : 0) |
-                                 (has_later ? RowTile::kHasLater : 0)};
+        smem.row_tiles[stage] = {
+            first | (is_partial ? RowTile::kPartial : 0) | (next < 0 ? RowTile::kLast : 0) |
+            (has_earlier ? RowTile::kHasEarlier : 0) | (has_later ? RowTile::kHasLater : 0)};
         q_full.expect_transaction(kRows * kHeadDim * sizeof(Element));
         start_copy_rows<kRows, kHeadDim, kRows, Traits::kIsNarrow>(maps.q, rows_of(work_tile),
                                                                    first, smem.q[stage], q_full);
@@ -417,7 +431,7 @@ struct BackwardProducers : Traits {
       if constexpr (Traits::kIsE4m3) {
         ptx::bulk_reduce_add_bf16<Dq::kBlockSize * 2>(
             tile, static_cast<char*>(static_cast<void*>(buffers.dq)) + 2 * offset);
-      } else if (!stores_dq || (work_tile.has_later(m) && work_tile.tile.index > 0)) {
+      } else if (!stores_dq || (work_tile.has_later(m) && work_tile.has_earlier(m))) {
         ptx::bulk_reduce_add<Dq::kBlockSize * sizeof(float)>(tile, buffers.dq + offset);
       } else if (work_tile.has_later(m)) {
         cute::SM90_BULK_COPY_S2G::copy(tile, buffers.dq + offset, Dq::kBlockSize * sizeof(float));

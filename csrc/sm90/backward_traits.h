@@ -131,7 +131,9 @@ struct BackwardTraits {
   // by row: see WorkList::sequence_tiles.
   static constexpr bool kMayBeUnlisted = !kHasBias && !kIsDeterministic && !kIsE4m3;
   static constexpr int kUnlistedRounds = 2;
-  static constexpr int kMostTilesOfBlock = 4;
+  // The most that were faster on an H200. With more tiles, Q and dO of the sequences that blocks
+  // are at, which they read again for each tile, and the sums of dQ exceed the L2 cache.
+  static constexpr int kMostTilesOfBlock = 512 / (kHeadDim < 128 ? kHeadDim : 128);
 
   // If true, the producer warp that copies Q and dO also computes which keys their rows see.
   // Otherwise each consumer warpgroup does, which has the registers only while no wgmma runs. The
@@ -152,13 +154,20 @@ struct BackwardTraits {
     int bias_head;       // Bias::bias_head() of `head`
     TileMap map;         // which tiles of rows are visible
     int last_row_tile;   // in the order of the main loop; -1: none is visible
-    // Bits of the tiles of rows to whose dQ later tiles of keys add. They are valid if stores_dq().
+    // Bits of the tiles of rows to whose dQ earlier and later tiles of keys add. They are valid if
+    // stores_dq().
     // NOTE: with an array of no elements, nvcc misaligned the tiles that follow.
-    unsigned later[kMayBeUnlisted ? TileMap::kTiles / 32 : 4];
+    static constexpr int kWords = kMayBeUnlisted ? TileMap::kTiles / 32 : 4;
+    unsigned earlier[kWords];
+    unsigned later[kWords];
 
+    // NOTE: see TileMap::kTiles about tiles from there on.
+    HSTU_DEVICE bool has_earlier(int m) const {
+      return m < TileMap::kTiles ? earlier[m / 32] >> m % 32 & 1 : tile.index > 0;
+    }
     HSTU_DEVICE bool has_later(int m) const {
       if (m < TileMap::kTiles) return later[m / 32] >> m % 32 & 1;
-      return (tile.index + 1) * kKeys < tile.sequence.k_len;  // see TileMap::kTiles
+      return (tile.index + 1) * kKeys < tile.sequence.k_len;
     }
   };
   // A tile of rows of a work tile, packed into one register: its first row, a multiple of kRows,
@@ -166,14 +175,16 @@ struct BackwardTraits {
   struct RowTile {
     static constexpr int kPartial = 1;
     static constexpr int kLast = 2;
-    static constexpr int kHasLater = 4;  // see WorkTile::later
-    static constexpr int kFlags = 7;
+    static constexpr int kHasEarlier = 4;  // see WorkTile::earlier and WorkTile::later
+    static constexpr int kHasLater = 8;
+    static constexpr int kFlags = 15;
 
     int bits;
 
     HSTU_DEVICE int first_row() const { return bits & ~kFlags; }
     HSTU_DEVICE bool is_partial() const { return bits & kPartial; }
     HSTU_DEVICE bool is_last() const { return bits & kLast; }
+    HSTU_DEVICE bool has_earlier() const { return bits & kHasEarlier; }
     HSTU_DEVICE bool has_later() const { return bits & kHasLater; }
   };
   using WorkState = PipelineState<2>;
@@ -331,7 +342,7 @@ struct BackwardTraits {
   }
 
   // True if a block takes all tiles of keys of a sequence and head, one after another. Then the
-  // first tile stores its dQ as the sum in device memory, and the last one that adds to a row
+  // first tile that adds to a row stores its dQ as the sum in device memory, and the last one
   // stores the result to dQ.
   static HSTU_DEVICE bool stores_dq(const WorkList& list) {
     return kMayBeUnlisted && list.sequence_tiles == 1;

@@ -132,17 +132,19 @@ struct BackwardLauncher {
 
   // True if a block takes all `tiles` tiles of keys of a sequence and head. If there are several
   // tiles, this is faster than sums of dQ from all blocks if it keeps four fifths of the blocks
-  // busy, and if sequences have similar lengths or the next block that is free takes the next one.
+  // busy, and if sequences have similar lengths or blocks take so many of them that they end at
+  // about the same time.
   static bool takes_sequences(const BackwardParams& params, int tiles, const CudaLaunch& launch) {
     const BatchParams& batch = params.batch;
     const int64_t sequences = int64_t{batch.batch} * params.heads;
     const int64_t blocks = ceil_div(sequences, resident(launch)) * resident(launch);
     if (tiles * sequences > INT32_MAX - blocks) return false;
     if (tiles == 1) return true;
+    const int64_t longest = batch.max_seqlen_k;
     const bool is_even =
-        5 * int64_t{batch.total_k} >= 4 * int64_t{batch.batch} * batch.max_seqlen_k;
-    return tiles <= Form::kMostTilesOfBlock && 5 * sequences >= 4 * blocks &&
-           (is_even || counts_sequences(params, launch));
+        5 * int64_t{batch.total_k} >= 4 * longest * batch.batch ||
+        (counts_sequences(params, launch) && 2 * sequences > tiles * resident(launch));
+    return tiles <= Form::kMostTilesOfBlock && 5 * sequences >= 4 * blocks && is_even;
   }
 
   // True if blocks that take whole sequences count them. The counter must be zeroed first, which

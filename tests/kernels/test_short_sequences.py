@@ -7,6 +7,7 @@ may have no list of work tiles, and forwards of few rows have small tiles.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def test_many_short_sequences(dim, count, longest, mask):
     ("mask", "longest"),
     [
         *((mask, longest) for mask in MASK_NAMES for longest in (128, 250)),
-        ("causal", 500),
+        *((mask, longest) for mask in ("causal", "local") for longest in (500, 1000)),
         pytest.param("context-target", 500, marks=pytest.mark.sanitize),
     ],
 )
@@ -88,6 +89,8 @@ def test_blocks_that_take_whole_sequences(dim, mask, longest):
     """
     if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
         pytest.skip("the kernels of sm80 are other ones")
+    if longest > 500 and dim > 64:
+        pytest.skip("above head dim 64, these sequences have more tiles than such a block takes")
     blocks_of_sequence = 2 if dim > 128 else 1
     different = [0, longest, longest // 2 + 1, 1, *make_lengths(6, longest)]
     for lengths, blocks in ((different, 4), ([longest] * 10, 10)):
@@ -109,6 +112,20 @@ def test_blocks_that_take_whole_sequences(dim, mask, longest):
             names = kernels_of(partial(run, hstu_attention, batch, dout, sm_margin=margin))
             assert any("run_backward" in name for name in names)
             assert not any("convert_dq" in name for name in names)  # it rounds sums of all blocks
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_nan_stays_in_the_tiles_that_see_it(dim):
+    """Rows of a local mask that see no key of the first tile do not read it, although the block
+    that computes their dQ takes this tile, too."""
+    if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
+        pytest.skip("the kernels of sm80 are other ones")
+    batch = make_batch([500] * 10, dim=dim, dtype=DTYPES[0], device="cuda", mask="local")
+    batch.k[:8] = math.nan
+    margin = torch.cuda.get_device_properties(0).multi_processor_count - (20 if dim > 128 else 10)
+    found = run(hstu_attention, batch, random_dout(batch), sm_margin=margin)
+    assert found["dq"][:8].isnan().all()
+    assert found["dq"][256:].isfinite().all()
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
