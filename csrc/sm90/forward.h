@@ -83,7 +83,7 @@ struct Forward
 };
 
 template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     run_forward(const __grid_constant__ ForwardParams params,
                 const __grid_constant__ ForwardMaps maps,
                 const __grid_constant__ SchedulerMetadata metadata) {

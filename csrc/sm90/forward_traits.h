@@ -3,6 +3,7 @@
 
 #include <bit>
 
+#include "../common/launch.h"
 #include "../scheduler/split_kv.h"
 #include "../scheduler/work_list.h"
 #include "e4m3_pages.h"
@@ -84,13 +85,14 @@ struct ForwardTraits {
   static constexpr bool kHasConverter = Source::kIsQuantized;
   static constexpr int kWarpgroups = 1 + kConsumers + kHasConverter;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
-  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kBlocksPerSm =
+      kHasSmallTiles && !kTransposesValues ? small_blocks_per_sm(kHeadDim) : 1;
   static_assert(!kIsSplitByList || Source::kIsPaged, "split-KV is for calls with few rows");
   static_assert(!kTransposesValues || kTiles.byte_stages % 2 == 0,
                 "each warp that transposes has stages of its own");
   static_assert(!Source::kIsQuantized || !kHasBias, "a bias leaves no room for the bytes of pages");
   static_assert(kRegisters.producer + kConsumers * kRegisters.consumer + kRegisters.converter <=
-                    kWarpgroups * (65536 / kThreads / 8 * 8),
+                    kWarpgroups * (65536 / kThreads / kBlocksPerSm / 8 * 8),
                 "warpgroups would wait for registers that a block does not have");
 
   // Read by attention_list.h: blocks begin with tiles that are not in the list, and wait for device
@@ -290,7 +292,8 @@ struct ForwardTraits {
     NarrowCells bias_cells[kHasTimeBias ? QState::kStages : 0];
     BiasOfWarp bias_warps[kHasTimeBias ? kConsumerWarps : 0];
   };
-  static_assert(sizeof(SharedMemory) <= kSharedMemory, "a block has 227 KB of shared memory");
+  static_assert(kBlocksPerSm * (sizeof(SharedMemory) + kReservedMemory) <= 228 * 1024,
+                "a multiprocessor has 228 KB of shared memory");
 
   // The weights of a table that does not exist are zeros, written once. Called by all threads.
   static HSTU_DEVICE void clear_bias(const RelativeBias& bias, SharedMemory& smem) {

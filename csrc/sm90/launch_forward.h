@@ -105,7 +105,8 @@ class ForwardLauncher {
   static bool fits_at_once(const ForwardParams& params, const CudaLaunch& launch) {
     const BatchParams& batch = params.batch;
     const int64_t tiles = WorkList::max_tiles(batch.total_q, batch.batch, Form::kRows);
-    return tiles * params.heads <= resident_blocks<Form>(launch);
+    const int64_t longest = ceil_div(int64_t{batch.max_seqlen_q}, Form::kRows);
+    return std::min(tiles, longest * batch.batch) * params.heads <= resident_blocks<Form>(launch);
   }
 
   template <typename Source, typename Bias>

@@ -36,6 +36,9 @@ struct Registers {
   int converter = 0;  // of the warpgroup that converts pages of e4m3
 };
 
+// Blocks with small_forward_tiles() that share a multiprocessor.
+constexpr int small_blocks_per_sm(int head_dim) { return head_dim <= 96 ? 2 : 1; }
+
 // Splits the registers that a block begins with (65536 / threads, rounded down to a multiple of 8,
 // for each thread) so that no role spills; with a converter, few registers spill. Producers that
 // look up pages need more registers.
@@ -46,6 +49,7 @@ constexpr Registers forward_registers(int head_dim, int consumers, bool is_paged
   if (is_quantized) return {.producer = 56, .consumer = 208, .converter = 40};
   if (is_paged && head_dim <= 64) return {.producer = 88, .consumer = 208};
   if (is_paged) return {.producer = 56, .consumer = 224};
+  if (consumers == 1 && small_blocks_per_sm(head_dim) > 1) return {.producer = 40, .consumer = 216};
   if (consumers == 1) return {};  // there are enough, and none are moved
   if (head_dim == 256) return {.producer = 40, .consumer = 232};
   if (consumers == 2) return {.producer = 56, .consumer = 224};
@@ -109,8 +113,9 @@ constexpr ForwardTiles forward_tiles() {
 // more blocks share the work. A tile has as many keys as usual, so that sums have the same order.
 template <int kHeadDim>
 constexpr ForwardTiles small_forward_tiles() {
-  if constexpr (kHeadDim <= 64) {
-    return {.consumers = 1, .keys = 128, .query_stages = 1, .key_stages = 4};
+  if constexpr (kHeadDim <= 96) {
+    constexpr int kStages = kHeadDim == 32 ? 4 : kHeadDim == 64 ? 3 : 2;
+    return {.consumers = 1, .keys = 128, .query_stages = 1, .key_stages = kStages};
   } else {
     return {.consumers = 1, .keys = kHeadDim > 128 ? 64 : 128, .query_stages = 1, .key_stages = 3};
   }
