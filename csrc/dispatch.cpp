@@ -83,11 +83,8 @@ constexpr char kShortSequences[] = "short sequences, for which they are faster";
 bool is_faster_by_sm80(const CudaLaunch& launch, const ForwardParams& params) {
 #if defined(HSTU_ATTN_SM80)
   if (launch.device.is_forced) return false;
-  const int longest = sm80::longest_if_short(params, launch);
-  if (longest <= 64) return true;
-  // For more than 256 tokens and few tiles, the small tiles of the sm90 kernels are faster.
-  return sm80::gains_by_short_forward(params, launch) &&
-         (longest <= 256 || sm80::short_row_tiles(params) > launch.device.multiprocessors);
+  return sm80::longest_if_short(params, launch) <= 64 ||
+         sm80::gains_by_short_forward(params, launch);
 #else
   return false;
 #endif
@@ -100,7 +97,7 @@ bool is_faster_by_sm80(const CudaLaunch& launch, const BackwardParams& params) {
   // From 65 tokens on, tiles of 64 rows and keys are not faster where sm90 needs no sums of dQ.
   const bool is_wide = larger(params.q.head_dim, params.v.head_dim) > 64;
   const bool is_long = sm80::longest_if_short(params, launch) > 64;
-  if (is_wide && is_long && sm90::stores_dq(params, launch)) return false;
+  if (is_wide && is_long && sm90::has_one_key_tile(params, launch)) return false;
   return sm80::blocks_of_sequence(params, launch) > 0;
 #else
   return false;

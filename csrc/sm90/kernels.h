@@ -86,7 +86,7 @@ inline bool can_be_unlisted(const BackwardParams& params, const CudaLaunch& laun
 
 // True if no sequence has more than one tile of keys: then dQ of a row is complete after a step,
 // and the backward stores it without sums in device memory.
-inline bool stores_dq(const BackwardParams& params, const CudaLaunch& launch) {
+inline bool has_one_key_tile(const BackwardParams& params, const CudaLaunch& launch) {
   return can_be_unlisted(params, launch) && params.batch.max_seqlen_k <= kBackwardKeys;
 }
 
