@@ -83,8 +83,11 @@ constexpr char kShortSequences[] = "short sequences, for which they are faster";
 bool is_faster_by_sm80(const CudaLaunch& launch, const ForwardParams& params) {
 #if defined(HSTU_ATTN_SM80)
   if (launch.device.is_forced) return false;
-  return sm80::longest_if_short(params, launch) <= 64 ||
-         sm80::gains_by_short_forward(params, launch);
+  const int longest = sm80::longest_if_short(params, launch);
+  if (longest <= 64) return true;
+  // For more than 256 tokens and few tiles, the small tiles of the sm90 kernels are faster.
+  return sm80::gains_by_short_forward(params, launch) &&
+         (longest <= 256 || sm80::short_row_tiles(params) > launch.device.multiprocessors);
 #else
   return false;
 #endif
