@@ -19,9 +19,9 @@
 namespace hstu::sm90 {
 
 template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_,
-          typename Out_ = Element_>
-struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_> {
-  using Traits = BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_>;
+          typename Out_ = Element_, bool kStoresDq_ = false>
+struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_, kStoresDq_> {
+  using Traits = BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_, kStoresDq_>;
   template <typename T>
   using Consumers16 =
       std::conditional_t<T::kIsCluster, BackwardClusterConsumers<T>, BackwardConsumers<T>>;
@@ -44,8 +44,7 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, 
     sync_blocks();  // the barriers are initialized
     // Without a list, only the threads that add dQ need what prepare_scheduler() writes; and if the
     // consumers store dQ, that kernel does not run.
-    const bool stores_dq = Traits::stores_dq(buffers.list);
-    if (!Traits::is_unlisted(buffers.list) || stores_dq) wait_for_previous_kernel();
+    if (!Traits::is_unlisted(buffers.list) || Traits::kStoresDq) wait_for_previous_kernel();
 
     // NOTE: the shuffle tells the compiler that the value is the same in all lanes.
     const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
@@ -59,12 +58,8 @@ struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, 
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
-      if constexpr (Traits::kIsE4m3) {
-        Consumers::run(params, buffers, smem, warpgroup - 1);
-      } else {
-        Consumers::run(params, buffers, smem, warpgroup - 1);
-      }
-      if (stores_dq) zero_unowned_rows_of_gradients(params);
+      Consumers::run(params, buffers, smem, warpgroup - 1);
+      if constexpr (Traits::kStoresDq) zero_unowned_rows_of_gradients(params);
     }
     // NOTE: a block must not exit while the other block still writes to its shared memory.
     if constexpr (Traits::kIsCluster) sync_blocks();

@@ -335,7 +335,7 @@ struct BackwardConsumers : Traits {
       smem.pipeline_dq.producer_acquire(DqState{state.count + 1});
     }
     if constexpr (Traits::kDqBuffers == 2) smem.pipeline_dq.producer_acquire(state);
-    if (Traits::stores_dq(buffers.list) && !tile.has_later()) {
+    if (Traits::kStoresDq && !tile.has_later()) {
       complete_dq(params, buffers, work_tile, work_state, tile, dq, part, smem);
     } else {
       const int thread = reload_thread_idx() % kWarpgroup;

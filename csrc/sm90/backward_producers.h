@@ -91,7 +91,7 @@ struct BackwardProducers : Traits {
       }
       __syncwarp();
       if (work_tile.head >= 0) {
-        if (Traits::stores_dq(list)) {
+        if constexpr (Traits::kStoresDq) {
           for (int n = lane; n < min(work_tile.map.count / 32 + 1, WorkTile::kWords); n += 32) {
             work_tile.earlier[n] = work_tile.later[n] = 0;
           }
@@ -100,7 +100,7 @@ struct BackwardProducers : Traits {
         work_tile.map.fill(work_tile.map.count, lane, 32,
                            [&](int m) { return classify(params, buffers, work_tile, m); });
         __syncwarp();
-        if (Traits::stores_dq(list) && work_tile.tile.index == 0) {
+        if (Traits::kStoresDq && work_tile.tile.index == 0) {
           zero_dq_without_keys(params, work_tile);
         }
         if (lane == 0) {
@@ -158,7 +158,7 @@ struct BackwardProducers : Traits {
     int n = 0;
     for (; number >= params.batch.batch; number -= params.batch.batch) ++n;
     const Sequence sequence = load_sequence(params.batch, number);
-    const bool exists = n * kKeys < sequence.k_len || Traits::stores_dq(list);
+    const bool exists = n * kKeys < sequence.k_len || Traits::kStoresDq;
     return exists ? SequenceTile{sequence, number, n} : SequenceTile{};
   }
 
@@ -252,7 +252,7 @@ struct BackwardProducers : Traits {
     const Sequence& sequence = work_tile.tile.sequence;
     const int k0 = tile * kKeys;
     if (Traits::is_unlisted(buffers.list)) {
-      return classify_unlisted(params, work_tile, m, k0, Traits::stores_dq(buffers.list));
+      return classify_unlisted(params, work_tile, m, k0);
     }
     const SpanSummary summary = buffers.list.summaries.at(row_tile, work_tile.head);
     const TileKind kind = summary.classify(k0, min(k0 + kKeys, sequence.k_len));
@@ -263,10 +263,10 @@ struct BackwardProducers : Traits {
   }
 
   // Classifies the keys from k0 on as SpanSummary::classify() does, for masks in closed form. It
-  // has two steps, because the producer has too few registers for both results at once. If
-  // `finds_others`, sets the bits of WorkTile::earlier and later, which are 0 before.
+  // has two steps, because the producer has too few registers for both results at once. With
+  // kStoresDq, sets the bits of WorkTile::earlier and later, which are 0 before.
   static HSTU_DEVICE TileKind classify_unlisted(const BackwardParams& params, WorkTile& work_tile,
-                                                int m, int k0, bool finds_others) {
+                                                int m, int k0) {
     const Sequence& sequence = work_tile.tile.sequence;
     MaskParams closed_form = params.mask;
     closed_form.row_spans = nullptr;
@@ -282,8 +282,8 @@ struct BackwardProducers : Traits {
       has_earlier |= begin < min(end, k0);
       has_later |= max(begin, k1) < min(end, sequence.k_len);
     }
-    if (finds_others && has_earlier) atomicOr(&work_tile.earlier[m / 32], 1u << m % 32);
-    if (finds_others && has_later) atomicOr(&work_tile.later[m / 32], 1u << m % 32);
+    if (Traits::kStoresDq && has_earlier) atomicOr(&work_tile.earlier[m / 32], 1u << m % 32);
+    if (Traits::kStoresDq && has_later) atomicOr(&work_tile.later[m / 32], 1u << m % 32);
     if (!is_visible) return TileKind::kEmpty;
     compiler_barrier();
     Interval full[2];
@@ -306,9 +306,8 @@ struct BackwardProducers : Traits {
       const int stage = state.index();
       const int first = m * kRows;
       const bool is_partial = work_tile.map.has_partial(m);
-      const bool stores_dq = Traits::stores_dq(buffers.list);
-      const bool has_earlier = stores_dq && work_tile.has_earlier(m);
-      const bool has_later = stores_dq && work_tile.has_later(m);
+      const bool has_earlier = Traits::kStoresDq && work_tile.has_earlier(m);
+      const bool has_later = Traits::kStoresDq && work_tile.has_later(m);
       const auto copy_dout = [&] {
         const DoutState dout_state{state.count};
         smem.pipeline_dout.producer_acquire(dout_state);
@@ -397,11 +396,10 @@ struct BackwardProducers : Traits {
                                  const BackwardBuffers& buffers, SharedMemory& smem, int stage) {
     DqState state;
     PipelineState<1> work_state;
-    const bool stores_dq = Traits::stores_dq(buffers.list);
     if (Traits::is_unlisted(buffers.list)) wait_for_previous_kernel();  // it may zero the sums
     for_each_row_tile(smem, [&](const WorkTile& work_tile, int m, int next) {
       const auto tell_if_last = [&] {
-        if (!stores_dq || next >= 0) return;
+        if (!Traits::kStoresDq || next >= 0) return;
         ptx::bulk_wait_complete();
         ptx::fence_proxy_async_global();
         smem.dq_sums_arrived.arrive();
@@ -431,7 +429,7 @@ struct BackwardProducers : Traits {
       if constexpr (Traits::kIsE4m3) {
         ptx::bulk_reduce_add_bf16<Dq::kBlockSize * 2>(
             tile, static_cast<char*>(static_cast<void*>(buffers.dq)) + 2 * offset);
-      } else if (!stores_dq || (work_tile.has_later(m) && work_tile.has_earlier(m))) {
+      } else if (!Traits::kStoresDq || (work_tile.has_later(m) && work_tile.has_earlier(m))) {
         ptx::bulk_reduce_add<Dq::kBlockSize * sizeof(float)>(tile, buffers.dq + offset);
       } else if (work_tile.has_later(m)) {
         cute::SM90_BULK_COPY_S2G::copy(tile, buffers.dq + offset, Dq::kBlockSize * sizeof(float));

@@ -33,7 +33,7 @@ struct E4m3BackwardMaps : BackwardMaps {
 struct BackwardBuffers {
   WorkList list;
   // [row tiles, H, rows * head dim] of Traits::DqElement in the order of DqTile; zeroed unless
-  // BackwardTraits::stores_dq()
+  // with BackwardTraits::kStoresDq
   float* dq;
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to the tile's dQ; null: any order
   // [row tiles, H, cluster size]: how many key tiles have added their dQ; zeroed; null: any order
@@ -86,9 +86,12 @@ struct DqTile {
 // The factors of a work tile in e4m3; other dtypes have none.
 struct NoFactors {};
 
-// Bias is a policy of score_bias.h. Out is the type of the gradients.
+// Bias is a policy of score_bias.h. Out is the type of the gradients. With kStoresDq, a block takes
+// all tiles of keys of a sequence and head, one after another. Then the first tile that adds to a
+// row stores its dQ as the sum in device memory, and the last one stores the result to dQ.
+// NOTE: with both in one kernel, which asks in each step, calls at head dim 64 took 4 % longer.
 template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_,
-          typename Out_ = Element_>
+          typename Out_ = Element_, bool kStoresDq_ = false>
 struct BackwardTraits {
   using Element = Element_;
   using Bias = Bias_;
@@ -130,6 +133,8 @@ struct BackwardTraits {
   // takes all of a sequence, which then has at most kMostTilesOfBlock, unless the mask is given row
   // by row: see WorkList::sequence_tiles.
   static constexpr bool kMayBeUnlisted = !kHasBias && !kIsDeterministic && !kIsE4m3;
+  static constexpr bool kStoresDq = kStoresDq_;
+  static_assert(!kStoresDq || kMayBeUnlisted, "such a block has no list of work tiles");
   static constexpr int kUnlistedRounds = 2;
   // The most that were faster on an H200. With more tiles, Q and dO of the sequences that blocks
   // are at, which they read again for each tile, and the sums of dQ exceed the L2 cache.
@@ -154,10 +159,9 @@ struct BackwardTraits {
     int bias_head;       // Bias::bias_head() of `head`
     TileMap map;         // which tiles of rows are visible
     int last_row_tile;   // in the order of the main loop; -1: none is visible
-    // Bits of the tiles of rows to whose dQ earlier and later tiles of keys add. They are valid if
-    // stores_dq().
+    // Bits of the tiles of rows to whose dQ earlier and later tiles of keys add, with kStoresDq.
     // NOTE: with an array of no elements, nvcc misaligned the tiles that follow.
-    static constexpr int kWords = kMayBeUnlisted ? TileMap::kTiles / 32 : 4;
+    static constexpr int kWords = kStoresDq ? TileMap::kTiles / 32 : 4;
     unsigned earlier[kWords];
     unsigned later[kWords];
 
@@ -264,7 +268,7 @@ struct BackwardTraits {
     // The warp that copies rows arrives here when it has nearly finished a work tile, so that
     // find_work_tiles() gets the next one.
     cutlass::arch::ClusterBarrier next_work_wanted;
-    // If stores_dq(): completes when the sums of dQ of a work tile have arrived in device memory.
+    // With kStoresDq: completes when the sums of dQ of a work tile have arrived in device memory.
     cutlass::arch::ClusterBarrier dq_sums_arrived;
   };
 
@@ -338,14 +342,7 @@ struct BackwardTraits {
 
   // True if there is no list of work tiles.
   static HSTU_DEVICE bool is_unlisted(const WorkList& list) {
-    return kMayBeUnlisted && list.sequence_tiles > 0;
-  }
-
-  // True if a block takes all tiles of keys of a sequence and head, one after another. Then the
-  // first tile that adds to a row stores its dQ as the sum in device memory, and the last one
-  // stores the result to dQ.
-  static HSTU_DEVICE bool stores_dq(const WorkList& list) {
-    return kMayBeUnlisted && list.sequence_tiles == 1;
+    return kStoresDq || (kMayBeUnlisted && list.sequence_tiles > 0);
   }
 
   // The block's rank in its cluster.

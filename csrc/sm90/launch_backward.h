@@ -14,8 +14,9 @@ namespace hstu::sm90 {
 // kHeadDim is the number of columns of tiles.
 template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
-  template <typename Bias, bool kIsDeterministic>
-  using Kernel = Backward<kHeadDim, ElementOf<kDType>, Bias, kIsDeterministic>;
+  template <typename Bias, bool kIsDeterministic, bool kStoresDq = false>
+  using Kernel =
+      Backward<kHeadDim, ElementOf<kDType>, Bias, kIsDeterministic, ElementOf<kDType>, kStoresDq>;
   using Form = Kernel<NoScoreBias, false>;  // all forms have the same tile sizes
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
@@ -75,7 +76,7 @@ struct BackwardLauncher {
     int64_t dq_tiles;     // row tiles * heads
     int64_t zeros_begin;  // [zeros_begin, zeros_end) bytes must be zeroed
     int64_t zeros_end;
-    bool stores_dq;  // see BackwardTraits::stores_dq()
+    bool stores_dq;  // see BackwardTraits::kStoresDq
 
     Plan(const BackwardParams& params, const CudaLaunch& launch, void* memory) : workspace(memory) {
       const BatchParams& batch = params.batch;
@@ -171,6 +172,10 @@ struct BackwardLauncher {
     BackwardParams own = params;  // without drab if BiasGradient computes it
     if (needs_own_kernel(params)) own.drab = {};
     const BackwardMaps maps = make_maps(own);
+    if (plan.stores_dq) {
+      return run_kernel<Kernel<NoScoreBias, false, /*kStoresDq=*/true>>(own, launch, maps,
+                                                                        plan.buffers);
+    }
     bool_switch(launch.deterministic, [&](auto is_deterministic) {
       run_kernel<Kernel<Bias, is_deterministic>>(own, launch, maps, plan.buffers);
     });
@@ -183,7 +188,6 @@ struct BackwardLauncher {
                                    "gradient of the bias", params, maps, plan.buffers.list);
       }
     }
-    if (plan.stores_dq) return;
     const LaunchConfig per_tile = {plan.dq_tiles, Form::Dq::kParts * kWarpgroup, 0, true};
     using Unbiased = std::conditional_t<Bias::kIsRelative, NoScoreBias, Bias>;
     launch_kernel(convert_dq<Kernel<Unbiased, false>>, per_tile, launch, "dq of the backward", own,
