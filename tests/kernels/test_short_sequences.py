@@ -231,8 +231,8 @@ def test_hopper_has_short_sequences_computed_by_sm80(
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_few_rows_have_small_tiles(dim):
-    """On Hopper, calls whose tiles of 64 rows are resident at once have small tiles. A multiprocessor
-    has one block of them, or two at head dim 32."""
+    """On Hopper, calls whose tiles of 64 rows are resident at once have small tiles. A
+    multiprocessor has one block of them, or two at head dim 32."""
     if os.environ["HSTU_ATTN_FORCE_ARCH"] != "90":
         pytest.skip("only sm90 has them")
 
