@@ -77,7 +77,7 @@ struct BackwardProducers : Traits {
         work_tile.head = exists ? smem.work_index - tile * list.work_per_tile : -1;
         if (exists) {
           work_tile.bias_head = Traits::Bias::bias_head(params, work_tile.head);
-          work_tile.tile = is_unlisted ? unlisted_tile(params, list, tile) : list.tiles[tile];
+          work_tile.tile = is_unlisted ? unlisted_tile(params, tile) : list.tiles[tile];
           const Sequence& sequence = work_tile.tile.sequence;
           work_tile.map.count = ceil_div(sequence.q_len, kRows);
           work_tile.first_row_tile =
@@ -153,8 +153,7 @@ struct BackwardProducers : Traits {
   // Returns tile `number` of keys where there is no list: the first tiles of all sequences, which
   // most rows of a causal sequence see, then the second ones, and so on. It has no keys if the
   // sequence has fewer tiles, unless dQ of its rows must be stored.
-  static HSTU_DEVICE SequenceTile unlisted_tile(const BackwardParams& params, const WorkList& list,
-                                                int number) {
+  static HSTU_DEVICE SequenceTile unlisted_tile(const BackwardParams& params, int number) {
     int n = 0;
     for (; number >= params.batch.batch; number -= params.batch.batch) ++n;
     const Sequence sequence = load_sequence(params.batch, number);

@@ -32,7 +32,7 @@ struct E4m3BackwardMaps : BackwardMaps {
 // The workspace of a backward call.
 struct BackwardBuffers {
   WorkList list;
-  // [row tiles, H, rows * head dim] of Traits::DqElement in the order of DqTile; zeroed unless
+  // [row tiles, H, rows * head dim] of Traits::DqElement in the order of DqTile; zeroed, but not
   // with BackwardTraits::kStoresDq
   float* dq;
   TileSpans* dq_writers;  // [row tiles]: the key tiles that add to the tile's dQ; null: any order
