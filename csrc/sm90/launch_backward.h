@@ -172,9 +172,10 @@ struct BackwardLauncher {
     BackwardParams own = params;  // without drab if BiasGradient computes it
     if (needs_own_kernel(params)) own.drab = {};
     const BackwardMaps maps = make_maps(own);
-    if (plan.stores_dq) {
-      return run_kernel<Kernel<NoScoreBias, false, /*kStoresDq=*/true>>(own, launch, maps,
-                                                                        plan.buffers);
+    if constexpr (std::is_same_v<Bias, NoScoreBias>) {
+      if (plan.stores_dq) {
+        return run_kernel<Kernel<Bias, false, /*kStoresDq=*/true>>(own, launch, maps, plan.buffers);
+      }
     }
     bool_switch(launch.deterministic, [&](auto is_deterministic) {
       run_kernel<Kernel<Bias, is_deterministic>>(own, launch, maps, plan.buffers);
