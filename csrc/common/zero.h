@@ -12,14 +12,17 @@ enum class RowsOf { kQueries, kKeys };
 // Zeroes rows [begin, end) of a tensor [rows, heads, head_dim]. Called by one warp.
 __device__ __forceinline__ void zero_rows(const PackedTensor& tensor, int heads, int64_t begin,
                                           int64_t end) {
-  const int pieces = tensor.head_dim / 8;  // pieces of 16 bytes
-  const int64_t count = (end - begin) * heads * pieces;
-  for (int64_t n = threadIdx.x % 32; n < count; n += 32) {
-    const int64_t row = begin + n / pieces / heads;
-    const int head = static_cast<int>(n / pieces % heads);
-    uint16_t* out = static_cast<uint16_t*>(tensor.data) + row * tensor.row_stride +
-                    head * tensor.head_stride + n % pieces * 8;
-    *reinterpret_cast<uint4*>(out) = uint4{};
+  const unsigned pieces = tensor.head_dim / 8;  // pieces of 16 bytes
+  // NOTE: kernels that call this have little use for fast zeros, but wait for each instruction.
+#pragma unroll 1
+  for (int64_t row = begin; row < end; ++row) {
+    uint16_t* const to = static_cast<uint16_t*>(tensor.data) + row * tensor.row_stride;
+#pragma unroll 1
+    for (unsigned n = threadIdx.x % 32; n < heads * pieces; n += 32) {
+      const unsigned head = n / pieces;
+      uint16_t* const piece = to + head * tensor.head_stride + (n - head * pieces) * 8;
+      *reinterpret_cast<uint4*>(piece) = uint4{};
+    }
   }
 }
 
@@ -42,7 +45,12 @@ template <RowsOf kRows>
 __device__ void zero_unowned_rows(const BatchParams& params, const PackedTensor& tensor, int heads,
                                   int warp, int warps) {
   constexpr bool kQueries = kRows == RowsOf::kQueries;
+  // Sequences of equally many queries and keys follow each other without gaps.
+  const bool has_gaps = params.seqused_q || params.seqused_k || params.total_q != params.total_k ||
+                        params.cu_seqlens_q.data != params.cu_seqlens_k.data;
+#pragma unroll 1
   for (int b = warp; b <= params.batch; b += warps) {
+    if (!has_gaps && 0 < b && b < params.batch) continue;
     int64_t begin = 0;
     int64_t end = kQueries ? params.total_q : params.total_k;
     if (b > 0) {
