@@ -57,12 +57,12 @@ MAY_SPILL = {
         # The consumers leave 24 registers to the producer, which spills once per work tile.
         "ForwardILi256EN7cutlass12float_e4m3_t",
         # The producer of the backward has 24 registers, too, and spills once per work tile where
-        # it finds work tiles without a list. The deterministic form, which always has a list, has
-        # the same consumers and may not spill. Up to head dim 128, only the form in which a block
-        # takes whole sequences (kStoresDq) may.
+        # it finds work tiles without a list (kIsClosedForm). Other forms, which always have a list,
+        # have the same consumers and may not spill. Up to head dim 128, only the form in which a
+        # block takes whole sequences (kStoresDq) may.
         *(
-            f"BackwardILi{head_dim}EN7cutlass{dtype}ENS0_11NoScoreBiasELb0E{stores_dq}"
-            for head_dim, stores_dq in ((96, "S4_Lb1E"), (128, "S4_Lb1E"), (192, ""), (256, ""))
+            f"BackwardILi{head_dim}EN7cutlass{dtype}ENS0_11NoScoreBiasELb0ES4_Lb1E{stores_dq}"
+            for head_dim, stores_dq in ((96, "Lb1E"), (128, "Lb1E"), (192, ""), (256, ""))
             for dtype in ("10bfloat16_t", "6half_t")
         ),
     ),

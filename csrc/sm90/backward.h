@@ -19,9 +19,11 @@
 namespace hstu::sm90 {
 
 template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_,
-          typename Out_ = Element_, bool kStoresDq_ = false>
-struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_, kStoresDq_> {
-  using Traits = BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_, kStoresDq_>;
+          typename Out_ = Element_, bool kIsClosedForm_ = false, bool kStoresDq_ = false>
+struct Backward : BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_,
+                                 kIsClosedForm_, kStoresDq_> {
+  using Traits = BackwardTraits<kHeadDim_, Element_, Bias_, kIsDeterministic_, Out_, kIsClosedForm_,
+                                kStoresDq_>;
   template <typename T>
   using Consumers16 =
       std::conditional_t<T::kIsCluster, BackwardClusterConsumers<T>, BackwardConsumers<T>>;

@@ -267,13 +267,11 @@ struct BackwardProducers : Traits {
   static HSTU_DEVICE TileKind classify_unlisted(const BackwardParams& params, WorkTile& work_tile,
                                                 int m, int k0) {
     const Sequence& sequence = work_tile.tile.sequence;
-    MaskParams closed_form = params.mask;
-    closed_form.row_spans = nullptr;
-    closed_form.func = nullptr;
+    const MaskParams mask = closed_form(params.mask);
     const int r0 = m * kRows;
     const int r1 = min(r0 + kRows, sequence.q_len);
     const int k1 = min(k0 + kKeys, sequence.k_len);
-    const KeyIntervals keys = Mask(closed_form, sequence, 0).kv_intervals(r0, r1);
+    const KeyIntervals keys = Mask(mask, sequence, 0).kv_intervals(r0, r1);
     bool is_visible = false, has_earlier = false, has_later = false, is_full = false;
     for (int n = 0; n < 2; ++n) {  // unused intervals are empty
       const auto [begin, end] = keys.interval[n];
@@ -286,7 +284,7 @@ struct BackwardProducers : Traits {
     if (!is_visible) return TileKind::kEmpty;
     compiler_barrier();
     Interval full[2];
-    Mask(closed_form, sequence, 0).fully_visible(r0, r1, full);
+    Mask(mask, sequence, 0).fully_visible(r0, r1, full);
     for (const Interval& interval : full) is_full |= interval.begin <= k0 && k1 <= interval.end;
     return is_full ? TileKind::kFull : TileKind::kPartial;
   }

@@ -86,12 +86,14 @@ struct DqTile {
 // The factors of a work tile in e4m3; other dtypes have none.
 struct NoFactors {};
 
-// Bias is a policy of score_bias.h. Out is the type of the gradients. With kStoresDq, a block takes
-// all tiles of keys of a sequence and head, one after another. Then the first tile that adds to a
-// row stores its dQ as the sum in device memory, and the last one stores the result to dQ.
+// Bias is a policy of score_bias.h. Out is the type of the gradients. With kIsClosedForm, the mask
+// is not given row by row, the kernel is smaller, and it may run without a list of work tiles. With
+// kStoresDq, a block takes all tiles of keys of a sequence and head, one after another. Then the
+// first tile that adds to a row stores its dQ as the sum in device memory, and the last one stores
+// the result to dQ.
 // NOTE: with both in one kernel, which asks in each step, calls at head dim 64 took 4 % longer.
 template <int kHeadDim_, typename Element_, typename Bias_, bool kIsDeterministic_,
-          typename Out_ = Element_, bool kStoresDq_ = false>
+          typename Out_ = Element_, bool kIsClosedForm_ = false, bool kStoresDq_ = false>
 struct BackwardTraits {
   using Element = Element_;
   using Bias = Bias_;
@@ -132,9 +134,11 @@ struct BackwardTraits {
   // There is no list of work tiles if each block has at most kUnlistedRounds of them, or if a block
   // takes all of a sequence, which then has at most kMostTilesOfBlock, unless the mask is given row
   // by row: see WorkList::sequence_tiles.
-  static constexpr bool kMayBeUnlisted = !kHasBias && !kIsDeterministic && !kIsE4m3;
+  static constexpr bool kIsClosedForm = kIsClosedForm_;
   static constexpr bool kStoresDq = kStoresDq_;
-  static_assert(!kStoresDq || kMayBeUnlisted, "such a block has no list of work tiles");
+  static_assert(!kIsClosedForm || (!kHasBias && !kIsDeterministic && !kIsE4m3),
+                "these kernels always have a list of work tiles");
+  static_assert(!kStoresDq || kIsClosedForm, "such a block has no list of work tiles");
   static constexpr int kUnlistedRounds = 2;
   // The most that were faster on an H200. With more tiles, Q and dO of the sequences that blocks
   // are at, which they read again for each tile, and the sums of dQ exceed the L2 cache.
@@ -314,7 +318,8 @@ struct BackwardTraits {
     for (int n = reload_thread_idx() % kThreads; n < kCount; n += kThreads) {
       uint64_t bits = 0;
       if (first + n < sequence.q_len) {
-        bits = Mask(params.mask, sequence, work_tile.head).row_bits(first + n, key);
+        const MaskParams& mask = kIsClosedForm ? closed_form(params.mask) : params.mask;
+        bits = Mask(mask, sequence, work_tile.head).row_bits(first + n, key);
       }
       visible[n] = bits;
     }
@@ -342,7 +347,7 @@ struct BackwardTraits {
 
   // True if there is no list of work tiles.
   static HSTU_DEVICE bool is_unlisted(const WorkList& list) {
-    return kStoresDq || (kMayBeUnlisted && list.sequence_tiles > 0);
+    return kStoresDq || (kIsClosedForm && list.sequence_tiles > 0);
   }
 
   // The block's rank in its cluster.

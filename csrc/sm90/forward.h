@@ -30,11 +30,11 @@ namespace hstu::sm90 {
 
 template <int kHeadDim, typename Element, typename Source, typename Bias,
           SplitKVReduction kReduction = SplitKVReduction::kNone, int kClusterSize = 1,
-          bool kHasSmallTiles = false>
-struct Forward
-    : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize, kHasSmallTiles> {
-  using Traits =
-      ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize, kHasSmallTiles>;
+          bool kHasSmallTiles = false, bool kIsClosedForm = false>
+struct Forward : ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize,
+                               kHasSmallTiles, kIsClosedForm> {
+  using Traits = ForwardTraits<kHeadDim, Element, Source, Bias, kReduction, kClusterSize,
+                               kHasSmallTiles, kIsClosedForm>;
   using SharedMemory = typename Traits::SharedMemory;
 
   static HSTU_DEVICE void run(const ForwardParams& params, const ForwardMaps& maps,

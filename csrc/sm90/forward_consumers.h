@@ -256,7 +256,7 @@ struct ForwardConsumer {
     const int lane = reload_thread_idx() % 32;
     const int row = work_tile.first_row_of_warp(warpgroup) + lane % 16;
     if (row >= sequence.q_len) return 0;
-    const Mask mask(params.mask, sequence, work_tile.head);
+    const Mask mask(Traits::mask_params(params), sequence, work_tile.head);
     return Traits::Source::template visible_keys<kKeys>(mask, sequence, row,
                                                         tile.first_key() + lane / 16 * 64);
   }

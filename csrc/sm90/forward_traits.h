@@ -34,9 +34,10 @@ struct SchedulerMetadata {
 
 // Source is PackedKeys, PagedKeys or QuantizedPagedKeys of key_source.h, E4m3Keys or E4m3PagedKeys;
 // Bias is a policy of score_bias.h. The blocks of a cluster are the splits of
-// SplitKVReduction::kCluster.
+// SplitKVReduction::kCluster. With kIsClosedForm, the mask is not given row by row, and the kernel
+// is smaller.
 template <int kHeadDim_, typename Element_, typename Source_, typename Bias_,
-          SplitKVReduction kReduction_, int kClusterSize_, bool kHasSmallTiles>
+          SplitKVReduction kReduction_, int kClusterSize_, bool kHasSmallTiles, bool kIsClosedForm_>
 struct ForwardTraits {
   using Element = Element_;
   using Source = Source_;
@@ -49,6 +50,8 @@ struct ForwardTraits {
   static constexpr bool kIsSplitByCluster = kReduction == SplitKVReduction::kCluster;
   static constexpr int kClusterSize = kClusterSize_;
   static_assert(kIsSplitByCluster == (kClusterSize > 1), "a cluster is for split-KV");
+  // A cluster has no work list, and so no summaries of a mask that is given row by row.
+  static constexpr bool kIsClosedForm = kIsClosedForm_ || kIsSplitByCluster;
 
   static constexpr bool kIsFp8 = Source::kIsFp8;
   using ScoreSum = typename Source::ScoreSum;
@@ -304,6 +307,10 @@ struct ForwardTraits {
       for (int n = threadIdx.x; n < kConsumerWarps * BiasOfWarp::kBlocks; n += kThreads)
         smem.bias_warps[n / BiasOfWarp::kBlocks].weights[n % BiasOfWarp::kBlocks] = 0;
     }
+  }
+
+  static HSTU_DEVICE MaskParams mask_params(const ForwardParams& params) {
+    return kIsClosedForm ? closed_form(params.mask) : params.mask;
   }
 
   // Called by one thread.

@@ -77,9 +77,10 @@ inline const char* backward_unsupported_reason(const CudaDevice& device,
   return unsupported_reason(device, params);
 }
 
-// True if the backward can find its work tiles without a list, which takes time to make; see
-// WorkList::sequence_tiles.
-inline bool can_be_unlisted(const BackwardParams& params, const CudaLaunch& launch) {
+// True if the backward runs a kernel for masks in closed form, which can find its work tiles
+// without a list, see WorkList::sequence_tiles. There are none with a bias or for a deterministic
+// backward, so that there are fewer kernels to compile.
+inline bool runs_closed_form(const BackwardParams& params, const CudaLaunch& launch) {
   return !params.rab.data && !params.relative_bias && !launch.deterministic &&
          !is_given_by_row(params.mask);
 }
@@ -87,7 +88,7 @@ inline bool can_be_unlisted(const BackwardParams& params, const CudaLaunch& laun
 // True if no sequence has more than one tile of keys: then dQ of a row is complete after a step,
 // and the backward stores it without sums in device memory.
 inline bool has_one_key_tile(const BackwardParams& params, const CudaLaunch& launch) {
-  return can_be_unlisted(params, launch) && params.batch.max_seqlen_k <= kBackwardKeys;
+  return runs_closed_form(params, launch) && params.batch.max_seqlen_k <= kBackwardKeys;
 }
 
 // Returns the layout of a copy of `bias` that a tensor map can describe. A stride of 0 (heads or

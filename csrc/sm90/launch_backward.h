@@ -14,9 +14,10 @@ namespace hstu::sm90 {
 // kHeadDim is the number of columns of tiles.
 template <int kHeadDim, DType kDType>
 struct BackwardLauncher {
-  template <typename Bias, bool kIsDeterministic, bool kStoresDq = false>
-  using Kernel =
-      Backward<kHeadDim, ElementOf<kDType>, Bias, kIsDeterministic, ElementOf<kDType>, kStoresDq>;
+  template <typename Bias, bool kIsDeterministic, bool kIsClosedForm = false,
+            bool kStoresDq = false>
+  using Kernel = Backward<kHeadDim, ElementOf<kDType>, Bias, kIsDeterministic, ElementOf<kDType>,
+                          kIsClosedForm, kStoresDq>;
   using Form = Kernel<NoScoreBias, false>;  // all forms have the same tile sizes
 
   static int64_t workspace_bytes(const BackwardParams& params, const CudaLaunch& launch) {
@@ -114,7 +115,7 @@ struct BackwardLauncher {
   // Returns how many tiles of keys each sequence may have where there is no list of work tiles, or
   // 1 if a block takes all of a sequence; 0 if there is a list.
   static int unlisted_tiles(const BackwardParams& params, const CudaLaunch& launch) {
-    if (!can_be_unlisted(params, launch)) return 0;
+    if (!runs_closed_form(params, launch)) return 0;
     const BatchParams& batch = params.batch;
     const int tiles = ceil_div(batch.max_seqlen_k, Form::kKeys);
     const int64_t possible = int64_t{tiles} * batch.batch * params.heads;
@@ -172,14 +173,14 @@ struct BackwardLauncher {
     BackwardParams own = params;  // without drab if BiasGradient computes it
     if (needs_own_kernel(params)) own.drab = {};
     const BackwardMaps maps = make_maps(own);
-    if constexpr (std::is_same_v<Bias, NoScoreBias>) {
-      if (plan.stores_dq) {
-        return run_kernel<Kernel<Bias, false, /*kStoresDq=*/true>>(own, launch, maps, plan.buffers);
-      }
+    if (std::is_same_v<Bias, NoScoreBias> && runs_closed_form(params, launch)) {
+      run_closed_form(params, launch, maps, plan);
+      if (plan.stores_dq) return;
+    } else {
+      bool_switch(launch.deterministic, [&](auto is_deterministic) {
+        run_kernel<Kernel<Bias, is_deterministic>>(own, launch, maps, plan.buffers);
+      });
     }
-    bool_switch(launch.deterministic, [&](auto is_deterministic) {
-      run_kernel<Kernel<Bias, is_deterministic>>(own, launch, maps, plan.buffers);
-    });
     if constexpr (Bias::kHasTiles) {
       if (needs_own_kernel(params)) {
         using Gradient = BiasGradient<kHeadDim, ElementOf<kDType>>;
@@ -196,6 +197,14 @@ struct BackwardLauncher {
     if constexpr (Bias::kIsRelative) {
       round_table_sums(params, plan.buffers.sums, /*rest_of_scale=*/params.scale, launch);
     }
+  }
+
+  static void run_closed_form(const BackwardParams& params, const CudaLaunch& launch,
+                              const BackwardMaps& maps, const Plan& plan) {
+    bool_switch(plan.stores_dq, [&](auto stores_dq) {
+      using Chosen = Kernel<NoScoreBias, false, /*kIsClosedForm=*/true, stores_dq>;
+      run_kernel<Chosen>(params, launch, maps, plan.buffers);
+    });
   }
 
   static BackwardMaps make_maps(const BackwardParams& params) {

@@ -44,7 +44,7 @@ class ForwardLauncher {
   static ForwardPlan plan_paged_fp8(const ForwardParams& params, const CudaLaunch& launch) {
     const ForwardPlan plan = plan_splits<E4m3PagedKeys, NoScoreBias>(params, launch);
     if constexpr (kHeadDim <= 128) {
-      using Small = SmallKernel<E4m3PagedKeys>;
+      using Small = UnbiasedKernel<E4m3PagedKeys, true, false>;
       if (plan.split_kv.reduction == Reduction::kNone && fits_at_once<Small>(params, launch)) {
         return plan_form<Small>(params, launch, {});
       }
@@ -67,9 +67,9 @@ class ForwardLauncher {
   template <typename Source, typename Bias, Reduction kReduction = Reduction::kNone,
             int kClusterSize = 1, int kColumns = kHeadDim>
   using Kernel = Forward<kColumns, ElementOf<kDType>, Source, Bias, kReduction, kClusterSize>;
-  template <typename Source, int kColumns = kHeadDim>
-  using SmallKernel = Forward<kColumns, ElementOf<kDType>, Source, NoScoreBias, Reduction::kNone, 1,
-                              /*kHasSmallTiles=*/true>;
+  template <typename Source, bool kHasSmallTiles, bool kIsClosedForm, int kColumns = kHeadDim>
+  using UnbiasedKernel = Forward<kColumns, ElementOf<kDType>, Source, NoScoreBias, Reduction::kNone,
+                                 1, kHasSmallTiles, kIsClosedForm>;
 
   static ForwardPlan plan_packed(const ForwardParams& params, const CudaLaunch& launch) {
     if (params.relative_bias.time.data) {
@@ -94,10 +94,12 @@ class ForwardLauncher {
   // The plan of a call without a bias, with tiles of kColumns columns.
   template <int kColumns>
   static ForwardPlan plan_unbiased(const ForwardParams& params, const CudaLaunch& launch) {
-    using Small = SmallKernel<PackedKeys, kColumns>;
-    if (fits_at_once<Small>(params, launch)) return plan_form<Small>(params, launch, {});
-    using Usual = Kernel<PackedKeys, NoScoreBias, Reduction::kNone, 1, kColumns>;
-    return plan_form<Usual>(params, launch, {});
+    return bool_switch(!is_given_by_row(params.mask), [&](auto is_closed_form) {
+      using Small = UnbiasedKernel<PackedKeys, true, is_closed_form, kColumns>;
+      if (fits_at_once<Small>(params, launch)) return plan_form<Small>(params, launch, {});
+      using Usual = UnbiasedKernel<PackedKeys, false, is_closed_form, kColumns>;
+      return plan_form<Usual>(params, launch, {});
+    });
   }
 
   // True if all work tiles of Form are resident at once, whatever the lengths of sequences are.
@@ -122,7 +124,6 @@ class ForwardLauncher {
         .head_dim = kHeadDim,
         .blocks = resident_blocks<Form>(launch),
     };
-    // NOTE: a cluster has no work list, and so no summaries of a mask that is given row by row.
     if constexpr (kAllowsClusters) {
       if (!is_given_by_row(params.mask)) {
         for_each_cluster_size([&](auto n) {

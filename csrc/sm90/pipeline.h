@@ -138,6 +138,9 @@ HSTU_DEVICE void sync_warpgroup(int warpgroup) {
 template <int kConsumers, bool kTakesTurns>
 struct WarpSchedulerBarrier {
   int warpgroup;
+  // NOTE: after a shuffle, the compiler keeps the value in a uniform register, and does not spill
+  // it.
+  int next = __shfl_sync(0xffffffff, warpgroup + 1 == kConsumers ? 0 : warpgroup + 1, 0);
 
   // The last warpgroup arrives first, so that warpgroup 0 can begin.
   HSTU_DEVICE void init() const {
@@ -150,7 +153,6 @@ struct WarpSchedulerBarrier {
   }
   HSTU_DEVICE void arrive() const {
     if constexpr (!kTakesTurns) return;
-    const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup,
                                         barrier_id(NamedBarriers::kWarpSchedulerWG0, next));
   }

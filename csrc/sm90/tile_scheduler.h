@@ -208,7 +208,7 @@ class TileScheduler {
     const int first = work_tile.tile.index * kRows;
     const int r0 = first + lane % kConsumers * kWarpgroupRows;
     const int r1 = min(lane < kConsumers ? r0 + kWarpgroupRows : first + kRows, sequence.q_len);
-    if (list.summaries.data) {
+    if (!Traits::kIsClosedForm && list.summaries.data) {
       if (lane < kConsumers) {
         work_tile.keys[lane] = r0 < r1 ? INT_MAX : 0;
       } else {
@@ -221,10 +221,8 @@ class TileScheduler {
       }
       return;
     }
-    MaskParams closed_form = params.mask;
-    closed_form.row_spans = nullptr;
-    closed_form.func = nullptr;
-    const KeyIntervals keys = Mask(closed_form, sequence, 0).kv_intervals(r0, r1);
+    const MaskParams mask = closed_form(params.mask);
+    const KeyIntervals keys = Mask(mask, sequence, 0).kv_intervals(r0, r1);
     if (lane < kConsumers) {
       const int end = max(keys.interval[0].end, keys.interval[1].end);
       work_tile.keys[lane] = Source::template padded_end<kKeys>(sequence, end);
@@ -232,7 +230,7 @@ class TileScheduler {
       work_tile.summary = {};
       work_tile.summary.set_hull(keys);
       compiler_barrier();
-      Mask(closed_form, sequence, 0).fully_visible(r0, r1, work_tile.summary.fully_visible);
+      Mask(mask, sequence, 0).fully_visible(r0, r1, work_tile.summary.fully_visible);
       Source::template pad_keys<kKeys>(work_tile);
       if constexpr (Traits::kIsSplitByList) count_other_splits(metadata.split_kv, work_tile);
       if constexpr (Traits::kIsSplitByCluster) {
