@@ -138,9 +138,7 @@ HSTU_DEVICE void sync_warpgroup(int warpgroup) {
 template <int kConsumers, bool kTakesTurns>
 struct WarpSchedulerBarrier {
   int warpgroup;
-  // NOTE: after a shuffle, the compiler keeps the value in a uniform register, and does not spill
-  // it.
-  int next = __shfl_sync(0xffffffff, warpgroup + 1 == kConsumers ? 0 : warpgroup + 1, 0);
+  int next = uniform_next();
 
   // The last warpgroup arrives first, so that warpgroup 0 can begin.
   HSTU_DEVICE void init() const {
@@ -155,6 +153,14 @@ struct WarpSchedulerBarrier {
     if constexpr (!kTakesTurns) return;
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup,
                                         barrier_id(NamedBarriers::kWarpSchedulerWG0, next));
+  }
+
+ private:
+  // NOTE: after a shuffle, the compiler keeps the value in a uniform register. Three consumers
+  // would spill it otherwise; two or four compute it where they need it.
+  HSTU_DEVICE int uniform_next() const {
+    const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
+    return kTakesTurns && kConsumers == 3 ? __shfl_sync(0xffffffff, next, 0) : next;
   }
 };
 

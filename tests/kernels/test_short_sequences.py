@@ -240,8 +240,9 @@ def test_few_rows_have_small_tiles(dim):
         batch = make_batch([length], dim=dim, dtype=DTYPES[0], device="cuda", mask="causal")
         names = kernels_of(lambda: run(hstu_attention, batch))
         [name] = {name for name in names if "run_forward" in name}
-        # The last argument of Forward<...> is kHasSmallTiles.
-        return bool(re.search(r"(true|\(bool\)1)> ?>", name))
+        # The last arguments of Forward<...> are kHasSmallTiles and kIsClosedForm.
+        flags = re.search(r"(true|false|\(bool\)[01]), (?:true|\(bool\)1)> ?>", name)
+        return flags[1] in ("true", "(bool)1")
 
     blocks = torch.cuda.get_device_properties(0).multi_processor_count * (2 if dim == 32 else 1)
     assert has_small_tiles(64 * (blocks // 2))  # rows of each of 2 heads
