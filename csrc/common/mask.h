@@ -116,8 +116,8 @@ struct SpanSummary {
   }
 };
 
-// The parameters of a mask that is not given row by row: so the compiler leaves out the code for
-// masks that are.
+// Returns the parameters of a mask that is not given row by row, so that the compiler leaves out
+// the code for masks that are.
 HSTU_HOST_DEVICE MaskParams closed_form(MaskParams params) {
   params.row_spans = nullptr;
   params.func = nullptr;

@@ -13,7 +13,8 @@ enum class RowsOf { kQueries, kKeys };
 __device__ __forceinline__ void zero_rows(const PackedTensor& tensor, int heads, int64_t begin,
                                           int64_t end) {
   const unsigned pieces = tensor.head_dim / 8;  // pieces of 16 bytes
-  // NOTE: kernels that call this have little use for fast zeros, but wait for each instruction.
+  // NOTE: the loops are not unrolled, because few calls have such rows, and short ones wait for the
+  // code of the kernel.
 #pragma unroll 1
   for (int64_t row = begin; row < end; ++row) {
     uint16_t* const to = static_cast<uint16_t*>(tensor.data) + row * tensor.row_stride;

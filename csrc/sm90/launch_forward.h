@@ -44,7 +44,7 @@ class ForwardLauncher {
   static ForwardPlan plan_paged_fp8(const ForwardParams& params, const CudaLaunch& launch) {
     const ForwardPlan plan = plan_splits<E4m3PagedKeys, NoScoreBias>(params, launch);
     if constexpr (kHeadDim <= 128) {
-      using Small = UnbiasedKernel<E4m3PagedKeys, true, false>;
+      using Small = UnbiasedKernel<E4m3PagedKeys, /*kHasSmallTiles=*/true, /*kIsClosedForm=*/false>;
       if (plan.split_kv.reduction == Reduction::kNone && fits_at_once<Small>(params, launch)) {
         return plan_form<Small>(params, launch, {});
       }
