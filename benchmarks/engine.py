@@ -276,7 +276,7 @@ def arrivals(engine: Engine, run: Run, folder: Path) -> Iterator[Record]:
     names = {"graphs": True, "zipf": options.zipf, "log": LOG}
     load = drive(engine, options, concurrency, options.zipf)
     yield {**names, "concurrency": concurrency, **figures(load)}
-    for record, found in at_loads(load.rate, at_random, options.loads, {CHANGE: change}):
+    for record, found in at_loads(load.rate, at_random, options.loads, [(CHANGE, change)]):
         yield {**names, **record, **figures(found)}
 
 

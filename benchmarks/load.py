@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -473,7 +473,7 @@ def at_loads(
     under_way: float,
     run: Callable[[float, Callable[[], object] | None], Load[T]],
     loads: Sequence[float],
-    events: Mapping[str, Callable[[], object]],
+    events: Sequence[tuple[str, Callable[[], object]]],
 ) -> Iterator[tuple[Record, Load[T]]]:
     """Yields the result of an overload, then each load, then the first load with each event.
 
@@ -485,7 +485,7 @@ def at_loads(
         run: runs a load test with random arrivals, given `rate` and `middle` of
             `arrive_at_random`.
         loads: the fractions.
-        events: events for the middle of a run, by name.
+        events: names and actions of events for the middle of a run each.
 
     Yields:
         The fields `capacity` (requests/s), `load`, `event`, `event_seconds` and `pause_ms` of a
@@ -504,7 +504,9 @@ def at_loads(
         }
 
     yield record(rounded(OVERLOAD * under_way / capacity), ""), load
-    runs = [(each, "") for each in loads] + [(loads[0], event) for event in events]
-    for number, event in runs:
-        load = run(number * capacity, events.get(event))
-        yield record(number, event), load
+    for number in loads:
+        load = run(number * capacity, None)
+        yield record(number, ""), load
+    for event, action in events:
+        load = run(loads[0] * capacity, action)
+        yield record(loads[0], event), load

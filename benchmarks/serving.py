@@ -20,10 +20,11 @@ event is new. A request that is not answered within a second counts as failed. D
 so does a request that becomes due while as many are in flight as are answered in a fifth of a
 second; other loads, even above 1, have no such limit. Events are stored in SQLite or, with
 `--replicas`, in a Redis server shared by this number of replicas on Ray Serve, in the environment
-of examples/serve_ray.env. In the middle of further runs at the first load, the model is replaced or
-a replica is killed by SIGKILL. Such a run goes on for half of `--seconds` after the model has been
-replaced. `pause` is the longest time in which requests waited and none was answered. `fsync_ms` is
-the longest `fsync` of Redis in the run; each answer that stores an event waits for an `fsync`.
+of examples/serve_ray.env. In the middle of a further run at the first load, the model is replaced;
+the run goes on for half of `--seconds` after that. In the middle of `--kills` more runs, a replica
+is killed by SIGKILL; each run begins when all replicas serve. `pause` is the longest time in which
+requests waited and none was answered. `fsync_ms` is the longest `fsync` of Redis in the run; each
+answer that stores an event waits for an `fsync`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ _add("--model", type=Path, default=Path(MODEL), help=f"(default: {MODEL})")
 _add("--data", type=Path, default=Path(DATA), help=f"(default: {DATA})")
 _add("--device", choices=("cpu", "cuda"), default="cpu", help="of the server (default: cpu)")
 _add("--replicas", type=int, default=0, help="on Ray Serve (default: one process without Ray)")
+_add("--kills", type=int, default=1, help="runs in which a replica is killed (default: 1)")
 
 if __name__ == "__main__":
     PARSER.parse_args()  # --help or a wrong option ends here, before torch is imported
@@ -92,7 +94,8 @@ WARM_UP_SECONDS = 2.0
 PAUSE_SECONDS = 1.0  # between loads
 CONNECTIONS = 400
 REDIS_SECONDS = 10.0  # timeout for the start of Redis
-DEPLOYED_SECONDS = 0.2  # polling interval while replicas are deployed
+POLL_SECONDS = 0.2  # between two questions whether replicas serve
+READY_SECONDS = 180.0  # timeout for a replica that replaces a killed one
 TOKENS = [f"hstu_engine_{kind}_tokens_total" for kind in ("hit", "new", "recomputed")]
 CHANGE, KILL = "the model changes", "a replica is killed"
 
@@ -133,15 +136,17 @@ class Serving(NamedTuple):
     Attributes:
         address: the address to which requests are sent.
         servers: its name in the records.
-        events: events for the middle of a run, by name.
+        events: names and actions of events for the middle of a run each.
         longest_fsync: returns the longest fsync of the store since the last call, in ms; None if it
             is not known.
+        wait_until_ready: returns when all replicas serve.
     """
 
     address: str
     servers: str
-    events: Mapping[str, Callable[[], object]]
+    events: Sequence[tuple[str, Callable[[], object]]]
     longest_fsync: Callable[[], float | None] = lambda: None
+    wait_until_ready: Callable[[], object] = lambda: None
 
 
 @contextmanager
@@ -163,7 +168,7 @@ def one_process(model: Path, data: Path, device: str) -> Iterator[Serving]:
         environment("HSTU_ATTN_ADMIN_TOKENS", token),
         running_server(model, data, device, ["--store", f"{folder}/events.sqlite"]) as port,
     ):
-        yield Serving(f"http://127.0.0.1:{port}", "one process", {CHANGE: change})
+        yield Serving(f"http://127.0.0.1:{port}", "one process", [(CHANGE, change)])
 
 
 def free_port() -> int:
@@ -277,30 +282,40 @@ def configuration(
     return {"applications": [application]}
 
 
+def application(dashboard: str, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns what Ray's REST API tells of the application, after deploying what is wanted."""
+    url = urlsplit(dashboard)
+    headers = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
+    connection = http.client.HTTPConnection(url.netloc)
+    for method, body in ([("PUT", json.dumps(wanted))] if wanted else []) + [("GET", None)]:
+        connection.request(method, "/api/serve/applications/", body, headers)
+        response = connection.getresponse()
+        answer = response.read()
+        if response.status != 200:
+            raise RuntimeError(f"{method}: {response.status} {answer.decode()}")
+    connection.close()
+    found: dict[str, Any] = json.loads(answer)["applications"]["default"]
+    return found
+
+
 def deploy(dashboard: str, wanted: dict[str, Any]) -> None:
     """Deploys a configuration, as `serve deploy` does; returns when all replicas serve it.
 
     Raises:
         RuntimeError: if the deployment fails.
     """
-    url = urlsplit(dashboard)
-    headers = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
-
-    def ask(method: str, body: str | None = None) -> bytes:
-        connection = http.client.HTTPConnection(url.netloc)
-        connection.request(method, "/api/serve/applications/", body, headers)
-        response = connection.getresponse()
-        answer = response.read()
-        connection.close()
-        if response.status != 200:
-            raise RuntimeError(f"{method}: {response.status} {answer.decode()}")
-        return answer
-
-    ask("PUT", json.dumps(wanted))
-    while (told := json.loads(ask("GET"))["applications"]["default"])["status"] == "DEPLOYING":
-        time.sleep(DEPLOYED_SECONDS)
+    told = application(dashboard, wanted)
+    while told["status"] == "DEPLOYING":
+        time.sleep(POLL_SECONDS)
+        told = application(dashboard)
     if told["status"] != "RUNNING":
         raise RuntimeError(f"the replicas do not serve: {told['status']} {told['message']}")
+
+
+def running_replicas(dashboard: str) -> int:
+    """Returns how many replicas serve."""
+    states = application(dashboard)["deployments"]["Replica"]["replicas"]
+    return sum(replica["state"] == "RUNNING" for replica in states)
 
 
 def pid_of_replica() -> int:
@@ -325,10 +340,19 @@ def stop_replicas() -> None:
 
 
 @contextmanager
-def several_replicas(model: Path, data: Path, device: str, replicas: int) -> Iterator[Serving]:
+def several_replicas(
+    model: Path, data: Path, device: str, replicas: int, kills: int
+) -> Iterator[Serving]:
     """Runs replicas on a separate Ray cluster, with a separate Redis server.
 
     Another process deploys them, because deploying in this one would delay the load generator.
+
+    Args:
+        model: the file of a model.
+        data: the file of its events.
+        device: "cpu" or "cuda".
+        replicas: the number of replicas.
+        kills: the number of events in which a replica is killed.
     """
     port = free_port()
     with (
@@ -351,15 +375,22 @@ def several_replicas(model: Path, data: Path, device: str, replicas: int) -> Ite
         def kill() -> None:
             operator.submit(kill_replica).result()
 
+        def wait_until_ready() -> None:
+            end = time.monotonic() + READY_SECONDS
+            while (found := running_replicas(dashboard)) < replicas:
+                if time.monotonic() > end:
+                    raise RuntimeError(f"{found} of {replicas} replicas serve")
+                time.sleep(POLL_SECONDS)
+
         try:
             wanted = configuration(arguments, replicas)
             dashboard = operator.submit(start_replicas, wanted, port).result()
             address = f"http://127.0.0.1:{port}"
-            events = {CHANGE: change, KILL: kill}
+            events = [(CHANGE, change), *kills * [(KILL, kill)]]
             name = f"{replicas} replicas"
             if device == "cuda":
                 name += " on a GPU each" if device_count() >= replicas else " that share GPUs"
-            yield Serving(address, name, events, fsyncs_of_redis(url))
+            yield Serving(address, name, events, fsyncs_of_redis(url), wait_until_ready)
         finally:
             operator.submit(stop_replicas).result()
 
@@ -483,6 +514,7 @@ def arrivals(serving: Serving, log: EventLog, options: Any) -> Iterator[Record]:
             return await arrive_at_random(send, rate=rate, **how)
 
     def run(rate: float, middle: Callable[[], object] | None) -> Load[None]:
+        serving.wait_until_ready()
         time.sleep(PAUSE_SECONDS)  # lets the server drop requests left over from the last load
         serving.longest_fsync()
         return asyncio.run(at_random(rate, middle))
@@ -500,12 +532,12 @@ def arrivals(serving: Serving, log: EventLog, options: Any) -> Iterator[Record]:
 def measure(run: Run, case: str) -> Iterator[Record]:
     """Yields a record of each concurrency or of each load."""
     options = run.options
-    if options.seconds <= 0 or min(*options.concurrency, *options.loads, 1) <= 0:
-        PARSER.error("--seconds, --concurrency and --loads must be positive")
+    if options.seconds <= 0 or min(*options.concurrency, *options.loads, options.kills) <= 0:
+        PARSER.error("--seconds, --concurrency, --loads and --kills must be positive")
     log = open_event_log(options.data)
     model, data, device = options.model.resolve(), options.data.resolve(), options.device
     if options.loads:
-        several = several_replicas(model, data, device, options.replicas)
+        several = several_replicas(model, data, device, options.replicas, options.kills)
         started = several if options.replicas else one_process(model, data, device)
         with started as serving, no_collections():
             yield from arrivals(serving, log, options)

@@ -149,16 +149,17 @@ def test_loads_are_fractions_of_what_an_overload_leaves() -> None:
         return Load(2.0, latencies, 0, None, None, 0.0 if middle is None else 0.25, 1e-4 * rate)
 
     change = lambda: None  # noqa: E731
-    found = list(at_loads(100.0, run, [0.5, 0.8], {"change": change}))
-    assert called == [(150.0, None), (40.0, None), (64.0, None), (40.0, change)]
+    found = list(at_loads(100.0, run, [0.5, 0.8], 2 * [("change", change)]))
+    assert called == [(150.0, None), (40.0, None), (64.0, None), (40.0, change), (40.0, change)]
     fields = ("load", "event", "event_seconds", "pause_ms", "capacity")
     assert [tuple(r[name] for name in fields) for r, _ in found] == [
         (1.875, "", 0.0, 15.0, 80.0),
         (0.5, "", 0.0, 4.0, 80.0),
         (0.8, "", 0.0, 6.4, 80.0),
         (0.5, "change", 0.25, 4.0, 80.0),
+        (0.5, "change", 0.25, 4.0, 80.0),
     ]
-    assert [load.rate for _, load in found] == [80.0, 40.0, 64.0, 40.0]
+    assert [load.rate for _, load in found] == [80.0, 40.0, 64.0, 40.0, 40.0]
 
 
 @pytest.mark.slow
