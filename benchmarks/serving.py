@@ -312,10 +312,10 @@ def deploy(dashboard: str, wanted: dict[str, Any]) -> None:
         raise RuntimeError(f"the replicas do not serve: {told['status']} {told['message']}")
 
 
-def running_replicas(dashboard: str) -> int:
-    """Returns how many replicas serve."""
+def running_replicas(dashboard: str) -> set[int]:
+    """Returns the process ids of the replicas that serve, so far as Ray knows."""
     states = application(dashboard)["deployments"]["Replica"]["replicas"]
-    return sum(replica["state"] == "RUNNING" for replica in states)
+    return {replica["pid"] for replica in states if replica["state"] == "RUNNING"}
 
 
 def pid_of_replica() -> int:
@@ -327,9 +327,11 @@ def pid_of_replica() -> int:
     return pid
 
 
-def kill_replica() -> None:
-    """Kills one of the replicas that `start_replicas` has started."""
-    os.kill(pid_of_replica(), signal.SIGKILL)
+def kill_replica() -> int:
+    """Kills one of the replicas that `start_replicas` has started; returns its process id."""
+    pid = pid_of_replica()
+    os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 def stop_replicas() -> None:
@@ -365,6 +367,7 @@ def several_replicas(
     ):
         for name, value in variables_of_ray().items():
             stack.enter_context(environment(name, value))
+        killed: set[int] = set()
         copy = Path(folder, "another.pt")
         shutil.copy(model, copy)
         arguments = {"model": model, "data": data, "device": device, "store": url}
@@ -373,13 +376,13 @@ def several_replicas(
             operator.submit(deploy, dashboard, configuration(arguments, replicas, copy)).result()
 
         def kill() -> None:
-            operator.submit(kill_replica).result()
+            killed.add(operator.submit(kill_replica).result())
 
         def wait_until_ready() -> None:
             end = time.monotonic() + READY_SECONDS
-            while (found := running_replicas(dashboard)) < replicas:
+            while len(found := running_replicas(dashboard) - killed) < replicas:
                 if time.monotonic() > end:
-                    raise RuntimeError(f"{found} of {replicas} replicas serve")
+                    raise RuntimeError(f"expected {replicas} replicas to serve, got {len(found)}")
                 time.sleep(POLL_SECONDS)
 
         try:

@@ -226,6 +226,8 @@ def deployment(**options: Any) -> serve.Deployment:
         "max_ongoing_requests": 1024,  # the engine's own queue is fair, and sheds excess load
         "max_queued_requests": 1024,  # for each proxy, once all replicas have reached their limit
         "backpressure_config": {"retry_after_s": 1},
+        # Ray notices by a health check that a replica was killed, and then starts another one.
+        "health_check_period_s": 1,
         "max_surge_percent": 25,  # a start takes processors (GPUs, too) that serving needs
         # With RAY_SERVE_THROUGHPUT_OPTIMIZED=1 Ray writes the log lines of 1,000 requests at once,
         # which delays all requests.
