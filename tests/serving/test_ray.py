@@ -15,7 +15,7 @@ pytest.importorskip("hstu_attn._host", reason="_host has not been built")
 pytest.importorskip("ray.serve")
 from hstu_attn.serving import Engine
 from hstu_attn.serving import ray as replicas
-from hstu_attn.serving.ray import Replica, Served
+from hstu_attn.serving.ray import Replica, Served, deployment
 from tests.helpers.serving_models import make_cache, make_model
 
 pytestmark = pytest.mark.slow  # Ray takes a while to be imported
@@ -104,3 +104,9 @@ def test_a_running_replica_keeps_what_it_serves_where_a_change_fails(
         replica = Replica(lambda replica: Served(engine, app))
         with pytest.raises(ValueError, match=r"as Served\.change is None"):
             reconfigure({"a": 1})
+
+
+def test_a_killed_replica_is_noticed_within_a_second() -> None:
+    """Until its next health check, Ray starts no other replica."""
+    assert deployment()._deployment_config.health_check_period_s == 1
+    assert deployment(health_check_period_s=5)._deployment_config.health_check_period_s == 5
