@@ -283,7 +283,11 @@ def configuration(
 
 
 def application(dashboard: str, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns what Ray's REST API tells of the application, after deploying what is wanted."""
+    """Returns the state of the application from Ray's REST API; deploys what is `wanted` before.
+
+    Raises:
+        RuntimeError: if Ray refuses.
+    """
     url = urlsplit(dashboard)
     headers = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
     connection = http.client.HTTPConnection(url.netloc)
@@ -304,18 +308,18 @@ def deploy(dashboard: str, wanted: dict[str, Any]) -> None:
     Raises:
         RuntimeError: if the deployment fails.
     """
-    told = application(dashboard, wanted)
-    while told["status"] == "DEPLOYING":
+    state = application(dashboard, wanted)
+    while state["status"] == "DEPLOYING":
         time.sleep(POLL_SECONDS)
-        told = application(dashboard)
-    if told["status"] != "RUNNING":
-        raise RuntimeError(f"the replicas do not serve: {told['status']} {told['message']}")
+        state = application(dashboard)
+    if state["status"] != "RUNNING":
+        raise RuntimeError(f"the replicas do not serve: {state['status']} {state['message']}")
 
 
 def running_replicas(dashboard: str) -> set[int]:
-    """Returns the process ids of the replicas that serve, so far as Ray knows."""
-    states = application(dashboard)["deployments"]["Replica"]["replicas"]
-    return {replica["pid"] for replica in states if replica["state"] == "RUNNING"}
+    """Returns the process ids of the replicas that Ray regards as running."""
+    replicas = application(dashboard)["deployments"]["Replica"]["replicas"]
+    return {replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
 
 
 def pid_of_replica() -> int:
