@@ -412,10 +412,15 @@ def counts(port: int) -> dict[str, float]:
 
 
 def drive(port: int, log: EventLog, concurrency: int, seconds: float) -> Load[dict[str, float]]:
-    """Keeps `concurrency` requests in flight for `seconds`."""
-    users, items = log.source_user_ids, log.source_item_ids
+    """Keeps `concurrency` requests in flight for `seconds`.
+
+    Each thread has users of its own, if there are enough. Otherwise a thread could send an event
+    of a user with an earlier time than another thread's, which the server refuses.
+    """
+    items = log.source_item_ids
 
     def connect(thread: int) -> Callable[[], bool]:
+        users = log.source_user_ids[thread % len(log.source_user_ids) :: concurrency]
         rng = random.Random(f"{concurrency} {thread}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import random
 import re
 import threading
@@ -13,6 +14,7 @@ from collections import Counter
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,6 +265,42 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ratings = write_synthetic_movielens(folder, 50, 120, 25)
     save(folder / "best.pt", 1, open_event_log(ratings).source_item_ids)
     return ["--model", str(folder / "best.pt"), "--data", str(ratings)]
+
+
+def test_threads_have_users_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise events of a user would arrive in another order than that of their times."""
+    users: list[set[int]] = []
+
+    class Connection:
+        status = 200
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            users.append(set())
+            self.users = users[-1]
+
+        def request(self, method: str, path: str, body: str, headers: dict[str, str]) -> None:
+            self.users.add(json.loads(body)["user"])
+
+        def getresponse(self) -> Connection:
+            return self
+
+        def read(self) -> None:
+            pass
+
+    def in_turn(connect: Any, snapshot: Any, *, concurrency: int, **_: Any) -> None:
+        for send in [connect(thread) for thread in range(concurrency)]:
+            assert all(send() for _ in range(100))
+
+    monkeypatch.setattr(serving.http.client, "HTTPConnection", Connection)
+    monkeypatch.setattr(serving, "keep_under_way", in_turn)
+    for log_users, threads, expected in [
+        (range(10), 3, [{0, 3, 6, 9}, {1, 4, 7}, {2, 5, 8}]),
+        (range(2), 3, [{0}, {1}, {0}]),
+    ]:
+        users.clear()
+        log = SimpleNamespace(source_user_ids=log_users, source_item_ids=[5, 6])
+        serving.drive(0, log, threads, 1.0)  # type: ignore[arg-type]
+        assert users == expected
 
 
 @pytest.mark.slow
