@@ -300,9 +300,9 @@ def zipf(users: Sequence[T], exponent: float, rng: random.Random) -> Callable[[]
     return lambda: ordered[min(bisect.bisect(until, rng.random() * until[-1]), len(ordered) - 1)]
 
 
-def poisson(rate: float, rng: random.Random) -> Iterator[float]:
-    """Yields the endless times of a Poisson process that starts now, with `rate` events/s."""
-    due = time.perf_counter()
+def poisson(rate: float, start: float, rng: random.Random) -> Iterator[float]:
+    """Yields the endless times of a Poisson process of `rate` events/s that starts at `start`."""
+    due = start
     while True:
         yield (due := due + rng.expovariate(rate))
 
@@ -381,7 +381,7 @@ async def arrive_at_random(
 
     tasks: list[asyncio.Task[None]] = []
     event: asyncio.Task[float] | None = None
-    for due in poisson(rate, rng):
+    for due in poisson(rate, start - warm_up, rng):
         if event is not None and not event.done():
             end = max(end, due + seconds / 2)
         if due >= end:
@@ -438,7 +438,7 @@ def submit_at_random(
         done.put((due, time.perf_counter(), future.exception()))
 
     with ThreadPoolExecutor(1) as pool:
-        for due in poisson(rate, rng):
+        for due in poisson(rate, start - warm_up, rng):
             if event is not None and not event.done():
                 end = max(end, due + seconds / 2)
             if due >= end:
