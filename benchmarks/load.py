@@ -485,7 +485,8 @@ def at_loads(
         run: runs a load test with random arrivals, given `rate` and `middle` of
             `arrive_at_random`.
         loads: the fractions.
-        events: names and actions of events for the middle of a run each.
+        events: the name and the action of each event. It gets a run of its own, in the middle of
+            which the action is called.
 
     Yields:
         The fields `capacity` (requests/s), `load`, `event`, `event_seconds` and `pause_ms` of a

@@ -136,7 +136,7 @@ class Serving(NamedTuple):
     Attributes:
         address: the address to which requests are sent.
         servers: its name in the records.
-        events: names and actions of events for the middle of a run each.
+        events: the names and actions of `benchmarks.load.at_loads`.
         longest_fsync: returns the longest fsync of the store since the last call, in ms; None if it
             is not known.
         wait_until_ready: returns when all replicas serve.
@@ -546,6 +546,10 @@ def measure(run: Run, case: str) -> Iterator[Record]:
     options = run.options
     if options.seconds <= 0 or min(*options.concurrency, *options.loads, options.kills) <= 0:
         PARSER.error("--seconds, --concurrency, --loads and --kills must be positive")
+    if options.replicas and not options.loads:
+        PARSER.error("--replicas needs --loads")
+    if options.kills > 1 and not options.replicas:
+        PARSER.error("--kills needs --replicas")
     log = open_event_log(options.data)
     model, data, device = options.model.resolve(), options.data.resolve(), options.device
     if options.loads:

@@ -84,7 +84,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     assert len(load.latencies) + load.failed == sum(0.2 <= at < 1.2 for at in due)
     assert 0 < load.failed < len(load.latencies)
     assert min(load.latencies) >= 0.299
-    # Nothing is answered while the first of the measured requests waits.
+    # While the first of the measured requests waits, no other one of them is answered.
     assert 0.299 <= load.pause <= max(load.latencies)
     [when] = called
     assert 0.5 < when - started[0] < 1.2
@@ -302,6 +302,27 @@ def test_threads_have_users_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
         log = SimpleNamespace(source_user_ids=log_users, source_item_ids=[5, 6])
         serving.drive(0, log, threads, 1.0)  # type: ignore[arg-type]
         assert users == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kills", "0"], "--loads and --kills must be positive"),
+        (["--replicas", "2"], "--replicas needs --loads"),
+        (["--loads", "0.5", "--kills", "2"], "--kills needs --replicas"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    files: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(serving, "other_work", lambda: 0.0)  # otherwise it watches for a second
+    with pytest.raises(SystemExit, match="2"):
+        serving.main([*files, *options])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
